@@ -1,0 +1,1 @@
+"""Data: readers turn public files into canonical tables, DataModules turn tables into batches."""

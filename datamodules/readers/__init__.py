@@ -1,0 +1,1 @@
+"""One file a dataset: public layout → canonical tables (`fovea.tables`)."""

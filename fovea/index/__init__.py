@@ -1,0 +1,1 @@
+"""Search indexes with manifests."""

@@ -1,0 +1,1 @@
+"""Metrics, each under the name of its official rule."""

@@ -1,0 +1,1 @@
+"""Encoders, region proposers, segmenters and generators behind small interfaces."""

@@ -1,0 +1,164 @@
+"""Canonical tables: the one on-disk layout that every reader writes and every DataModule reads.
+
+A directory with `images.parquet`, `queries.parquet`, `regions.parquet`, `passages.parquet` and `manifest.json`. Pixels
+stay where they are: an images row names a file, or a byte range of a tar shard.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fovea.types import Query
+
+VERSION = 1
+_IDS = pa.list_(pa.string())
+SCHEMAS: dict[str, pa.Schema] = {
+    # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. Width and height are EXIF-upright.
+    "images": pa.schema(
+        [("id", pa.string()), ("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64())]
+        + [("width", pa.int32()), ("height", pa.int32()), ("caption", pa.string()), ("entity", pa.string())]
+        + [("source", pa.string()), ("split", pa.string())]
+    ),
+    "queries": pa.schema(
+        [("id", pa.string()), ("text", pa.string()), ("image_id", pa.string()), ("answers", _IDS)]
+        + [("gold_image_ids", _IDS), ("gold_passage_ids", _IDS), ("candidate_image_ids", _IDS)]
+        + [("split", pa.string()), ("kind", pa.string())]
+    ),
+    # box: xyxy pixels of the EXIF-upright original; rle: COCO compressed counts for a mask of height × width.
+    "regions": pa.schema(
+        [("id", pa.string()), ("image_id", pa.string()), ("label", pa.string()), ("phrase", pa.string())]
+        + [("box", pa.list_(pa.float32())), ("height", pa.int32()), ("width", pa.int32()), ("rle", pa.binary())]
+        + [("iscrowd", pa.bool_()), ("source", pa.string())]
+    ),
+    "passages": pa.schema(
+        [("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("entity", pa.string())]
+        + [("image_id", pa.string()), ("source", pa.string())]
+    ),
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "images": {"offset": -1, "size": -1, "caption": "", "entity": None, "source": "", "split": ""},
+    "queries": {
+        "image_id": None, "answers": (), "gold_image_ids": (), "gold_passage_ids": (), "candidate_image_ids": (),
+        "split": "", "kind": "question",
+    },
+    "regions": {"label": "", "phrase": "", "rle": None, "iscrowd": False, "source": ""},
+    "passages": {"title": "", "entity": None, "image_id": None, "source": ""},
+}  # fmt: skip
+
+
+class TableWriter:
+    """Streams rows into a hidden sibling of `root` and moves it into place at `finish`: no half-written tables.
+
+    Use as a context manager; leaving it without `finish` removes what was written. Files that belong to the tables
+    (tar shards) go under `directory` before `finish`, with paths relative to it.
+    """
+
+    def __init__(self, root: str | Path, *, overwrite: bool = False, rows_per_group: int = 4096) -> None:
+        self.root = Path(root)
+        if self.root.exists() and any(self.root.iterdir()) and not overwrite:
+            raise FileExistsError(f"{self.root} is not empty; pass --overwrite to replace it")
+        self.directory = self.root.with_name(f".{self.root.name}.writing")
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
+        self._writers = {
+            name: pq.ParquetWriter(self.directory / f"{name}.parquet", schema) for name, schema in SCHEMAS.items()
+        }
+        self._rows_per_group = rows_per_group
+        self.counts = dict.fromkeys(SCHEMAS, 0)
+
+    def add(self, table: str, **row: Any) -> None:
+        """Append one row; absent columns take the schema's default, an unknown or missing one raises KeyError."""
+        full = _DEFAULTS[table] | row
+        names = set(SCHEMAS[table].names)
+        if set(full) != names:
+            raise KeyError(f"{table}: unknown {sorted(set(full) - names)}, missing {sorted(names - set(full))}")
+        self._rows[table].append(full)
+        self.counts[table] += 1
+        if len(self._rows[table]) >= self._rows_per_group:
+            self._flush(table)
+
+    def _flush(self, table: str) -> None:
+        if self._rows[table]:
+            self._writers[table].write_table(pa.Table.from_pylist(self._rows[table], schema=SCHEMAS[table]))
+            self._rows[table] = []
+
+    def finish(self, manifest: dict[str, Any]) -> Path:
+        """Write the manifest and move everything to `root`.
+
+        Args:
+            manifest: at least `reader`; readers add `sources` (file → sha256), `split_seed`, `doctor` counts.
+        """
+        for name, writer in self._writers.items():
+            self._flush(name)
+            writer.close()
+        full = {"version": VERSION, "rows": self.counts} | manifest
+        (self.directory / "manifest.json").write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
+        if self.root.exists():
+            shutil.rmtree(self.root)
+        self.directory.rename(self.root)
+        return self.root
+
+    def __enter__(self) -> TableWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Tables:
+    """Reads one directory of canonical tables; each table is loaded when first asked for."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        path = self.root / "manifest.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no canonical tables at {self.root} (manifest.json is missing); make them with: "
+                f"python scripts/prepare.py <dataset> --out {self.root}"
+            )
+        self.manifest: dict[str, Any] = json.loads(path.read_text())
+        if self.manifest.get("version") != VERSION:
+            raise ValueError(
+                f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; run scripts/prepare.py again"
+            )
+        self._cache: dict[str, pa.Table] = {}
+
+    def table(self, name: str) -> pa.Table:
+        """The whole Arrow table `name`, memory-mapped."""
+        if name not in self._cache:
+            self._cache[name] = pq.read_table(self.root / f"{name}.parquet", memory_map=True)
+        return self._cache[name]
+
+    def rows(self, name: str, **equal: str) -> Iterator[dict[str, Any]]:
+        """Rows as dicts, those whose columns equal `equal` (e.g. `split="train"`)."""
+        for batch in self.table(name).to_batches(max_chunksize=4096):
+            for row in batch.to_pylist():
+                if all(row[key] == value for key, value in equal.items()):
+                    yield row
+
+    def queries(self, **equal: str) -> list[Query]:
+        """Queries as domain objects."""
+        return [
+            Query(
+                id=row["id"],
+                text=row["text"],
+                image_id=row["image_id"],
+                answers=tuple(row["answers"]),
+                gold_image_ids=tuple(row["gold_image_ids"]),
+                gold_passage_ids=tuple(row["gold_passage_ids"]),
+                candidate_image_ids=tuple(row["candidate_image_ids"]),
+                split=row["split"],
+                kind=row["kind"],
+            )
+            for row in self.rows("queries", **equal)
+        ]

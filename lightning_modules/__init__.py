@@ -1,0 +1,1 @@
+"""Training: one LightningModule a paper loss, each thin over `fovea/`."""
