@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fovea.images import ImageTransform
+from fovea.models.alpha_clip import add_alpha, with_alpha
+from fovea.models.tiny import TinyClip, TinyText, TinyVisual, WordTokenizer
 
 
 class Encoder(nn.Module, ABC):
@@ -19,11 +25,13 @@ class Encoder(nn.Module, ABC):
     Attributes:
         embed_dim: width D of the embeddings.
         transform: the joint image + mask transform that makes its input.
+        tokenizer: texts → int64 [B, L]; small and picklable, for data-loading workers.
         logit_scale: scalar parameter, natural log of the inverse temperature.
     """
 
     embed_dim: int
     transform: ImageTransform
+    tokenizer: Callable[[Sequence[str]], Tensor]
     logit_scale: nn.Parameter
 
     @abstractmethod
@@ -44,10 +52,232 @@ class Encoder(nn.Module, ABC):
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Embed token ids int64 [B, L] → float [B, D], not normalised."""
 
-    @abstractmethod
     def tokenize(self, texts: Sequence[str]) -> Tensor:
         """Texts → int64 [B, L], cut and padded to the encoder's context length; query instructions included."""
+        return self.tokenizer(texts)
+
+    @abstractmethod
+    def depth_of(self, name: str) -> int | None:
+        """Depth of a parameter in the image tower, 0 = stem; None for text and shared parameters."""
+
+    @abstractmethod
+    def text_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the text tower (what "text encoder frozen" freezes)."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """`{"class_path": …, "init_args": …}` that rebuilds the architecture without its weights (see `bundle`)."""
+
+
+class ClipEncoder(Encoder):
+    """CLIP-like towers (open_clip's, or `TinyClip`), with or without an alpha branch."""
+
+    def __init__(
+        self,
+        clip: Any,
+        tokenizer: Callable[[Sequence[str]], Tensor],
+        transform: ImageTransform,
+        embed_dim: int,
+        spec: dict[str, Any],
+    ) -> None:
+        """Use the factories below; `spec` is the factory call that rebuilds this architecture without weights."""
+        super().__init__()
+        self.clip = clip
+        self.tokenizer = tokenizer
+        self.transform = transform
+        self.embed_dim = embed_dim
+        self._spec = spec
+
+    @property
+    def logit_scale(self) -> nn.Parameter:  # type: ignore[override]
+        """Natural log of the inverse temperature."""
+        scale: nn.Parameter = self.clip.logit_scale
+        return scale
+
+    @property
+    def has_alpha(self) -> bool:
+        """Whether a mask changes the embedding."""
+        return bool(self._spec["init_args"].get("alpha"))
+
+    def enable_alpha(self) -> ClipEncoder:
+        """Add a zero-initialised alpha branch if there is none; embeddings do not change."""
+        add_alpha(self.clip.visual)
+        self._spec["init_args"]["alpha"] = True
+        return self
+
+    def encode_image(self, pixels: Tensor, alpha: Tensor | None = None) -> Tensor:  # noqa: D102
+        embedded: Tensor = self.clip.encode_image(with_alpha(pixels, alpha) if self.has_alpha else pixels)
+        return embedded
+
+    def encode_text(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        embedded: Tensor = self.clip.encode_text(tokens)
+        return embedded
+
+    def depth_of(self, name: str) -> int | None:  # noqa: D102
+        if "visual." not in name:
+            return None
+        found = re.search(r"(?:resblocks|blocks)\.(\d+)\.", name)
+        if found:
+            return int(found.group(1)) + 1
+        after = re.search(r"visual\.(ln_post|proj|attn_pool)", name)
+        return self._num_layers() + 1 if after else 0
+
+    def _num_layers(self) -> int:
+        numbers = [re.search(r"(?:resblocks|blocks)\.(\d+)\.", n) for n, _ in self.clip.visual.named_parameters()]
+        return max((int(m.group(1)) + 1 for m in numbers if m), default=0)
+
+    def text_parameters(self) -> list[nn.Parameter]:  # noqa: D102
+        shared = ("visual.", "logit_scale", "logit_bias")
+        return [p for name, p in self.clip.named_parameters() if not name.startswith(shared)]
+
+    def spec(self) -> dict[str, Any]:  # noqa: D102
+        return self._spec
+
+
+def tiny_clip(
+    vocabulary: list[str] | str,
+    image_size: int = 64,
+    embed_dim: int = 128,
+    widths: tuple[int, ...] = (24, 48, 96, 160),
+    layers: int = 2,
+    heads: int = 4,
+    text_width: int = 128,
+    text_layers: int = 2,
+    context_length: int = 24,
+    alpha: bool = False,
+) -> Encoder:
+    """The CPU-sized CLIP of the embedded world (random weights).
+
+    Args:
+        vocabulary: its words, or the path of a file with one word a line (`prepare.py world` writes one).
+        image_size: side S in pixels, a multiple of 2^len(widths).
+        embed_dim: D.
+        widths: channels of the stride-2 convolutions.
+        layers: transformer blocks of the image tower.
+        heads: attention heads, both towers.
+        text_width: width of the text tower.
+        text_layers: its blocks.
+        context_length: words kept of a text.
+        alpha: with a zero-initialised alpha branch.
+    """
+    if isinstance(vocabulary, str):
+        path = Path(vocabulary)
+        if not path.is_file():
+            raise FileNotFoundError(f"encoder.vocabulary: no file {path}; make it with: python scripts/prepare.py world")
+        vocabulary = path.read_text().split()
+    stride = 2 ** len(widths)
+    if image_size % stride:
+        raise ValueError(f"encoder.image_size {image_size} is not a multiple of the stride {stride} of {widths}")
+    tokenizer = WordTokenizer(vocabulary, context_length)
+    clip = TinyClip(
+        TinyVisual(widths, layers, heads, embed_dim),
+        TinyText(len(tokenizer), context_length, text_width, text_layers, heads, embed_dim),
+    )
+    args = {
+        "vocabulary": list(vocabulary),
+        "image_size": image_size,
+        "embed_dim": embed_dim,
+        "widths": list(widths),
+        "layers": layers,
+        "heads": heads,
+        "text_width": text_width,
+        "text_layers": text_layers,
+        "context_length": context_length,
+    }
+    spec = {"class_path": "fovea.models.encoders.tiny_clip", "init_args": args}
+    transform = ImageTransform(image_size, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+    encoder = ClipEncoder(clip, tokenizer, transform, embed_dim, spec)
+    return encoder.enable_alpha() if alpha else encoder
+
+
+class _OpenClipTokenizer:
+    """open_clip's bundled byte-pair tokenizer, built when first used (importing open_clip takes seconds)."""
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+        self._tokenizer: Any = None
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        if self._tokenizer is None:
+            from open_clip import SimpleTokenizer
+
+            self._tokenizer = SimpleTokenizer(context_length=self.context_length)
+        tokens: Tensor = self._tokenizer(list(texts))
+        return tokens
+
+
+def open_clip_from_config(
+    model_cfg: dict[str, Any],
+    resize: Literal["squash", "pad", "crop"] = "squash",
+    alpha: bool = False,
+) -> ClipEncoder:
+    """An open_clip architecture from its own JSON config (random weights).
+
+    Args:
+        model_cfg: `embed_dim`, `vision_cfg`, `text_cfg` (and `quick_gelu`) as in open_clip's model_configs.
+        resize: how images become square (see `ImageTransform`).
+        alpha: with a zero-initialised alpha branch.
+    """
+    import open_clip
+
+    clip = open_clip.CLIP(
+        **{k: v for k, v in model_cfg.items() if k in ("embed_dim", "vision_cfg", "text_cfg", "quick_gelu")}
+    )
+    text = model_cfg["text_cfg"]
+    args = {"model_cfg": model_cfg, "resize": resize}
+    encoder = ClipEncoder(
+        clip,
+        _OpenClipTokenizer(text.get("context_length", 77)),
+        ImageTransform(int(model_cfg["vision_cfg"]["image_size"]), mode=resize),
+        int(model_cfg["embed_dim"]),
+        {"class_path": "fovea.models.encoders.open_clip_from_config", "init_args": args},
+    )
+    return encoder.enable_alpha() if alpha else encoder
+
+
+def open_clip(
+    model: str,
+    pretrained: str | None = None,
+    resize: Literal["squash", "pad", "crop"] = "squash",
+    alpha: bool = False,
+) -> Encoder:
+    """An open_clip model by name, or from a JSON config file, with weights from a local file.
+
+    Args:
+        model: open_clip model name (`ViT-L-14-336-quickgelu`), or the path of a JSON config in open_clip's format.
+        pretrained: path of a checkpoint, or one of open_clip's tags for this model; None leaves random weights.
+        resize: how images become square (see `ImageTransform`).
+        alpha: add a zero-initialised alpha branch.
+    """
+    import json
+
+    import open_clip as oc
+
+    if model.endswith(".json"):
+        if not Path(model).is_file():
+            raise FileNotFoundError(f"encoder.model: no file {model}")
+        config = json.loads(Path(model).read_text())
+    else:
+        config = oc.get_model_config(model)
+        if config is None:
+            raise ValueError(f"encoder.model: open_clip knows no {model!r}; it knows: {', '.join(oc.list_models())}")
+    encoder = open_clip_from_config(config, resize)
+    if pretrained is not None:
+        tags = [] if model.endswith(".json") else oc.list_pretrained_tags_by_model(model)
+        if pretrained not in tags and not Path(pretrained).is_file():
+            raise FileNotFoundError(
+                f"encoder.pretrained: {pretrained} is neither a file nor a tag of {model} ({', '.join(tags) or 'none'})"
+            )
+        if pretrained == "openai" and not config.get("quick_gelu"):
+            # A local or OpenAI file in a model with the exact GELU is silently wrong by about 1 %.
+            raise ValueError(f"OpenAI weights need QuickGELU: use encoder.model {model}-quickgelu")
+        if Path(pretrained).is_file():
+            oc.load_checkpoint(encoder.clip, pretrained, strict=True, weights_only=True)
+        else:
+            encoder.clip = oc.create_model(model, pretrained=pretrained)
+    return encoder.enable_alpha() if alpha else encoder
+
+
+def embed_dtype(encoder: nn.Module) -> torch.dtype:
+    """The floating type that an encoder's weights have."""
+    return next(encoder.parameters()).dtype

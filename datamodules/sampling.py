@@ -1,0 +1,53 @@
+"""Dataset size → indices of this rank: seeded, resumable in the middle of an epoch, never padded in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+
+class EpochSampler(Sampler[int]):
+    """Indices of one rank for one epoch, as `epoch · size + index`, so that a worker knows the epoch of each sample.
+
+    All ranks permute alike and take every `world_size`-th index. The last incomplete round is dropped, so ranks stay
+    even. The order is a function of (seed, epoch) alone: a resumed run skips what the killed one had seen.
+    """
+
+    def __init__(self, size: int, *, seed: int, rank: int = 0, world_size: int = 1, shuffle: bool = True) -> None:
+        self.size, self.seed, self.rank, self.world_size, self.shuffle = size, seed, rank, world_size, shuffle
+        self.epoch = 0
+        self._skip: dict[int, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls this before each epoch."""
+        self.epoch = epoch
+
+    def skip(self, epoch: int, samples: int) -> None:
+        """Leave out the first `samples` samples of this rank in `epoch` (seen before the run was killed)."""
+        self._skip[epoch] = samples
+
+    def __len__(self) -> int:
+        return self.size // self.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.size, generator=generator)
+        mine = order[self.rank :: self.world_size][: len(self)]
+        yield from (self.epoch * self.size + mine[self._skip.get(self.epoch, 0) :]).tolist()
+
+
+class ShardSampler(Sampler[int]):
+    """This rank's contiguous share of the indices: every index once over all ranks (PITFALLS 7)."""
+
+    def __init__(self, size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.indices = range(size * rank // world_size, size * (rank + 1) // world_size)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)

@@ -1,0 +1,129 @@
+"""Exported models: safetensors + JSON + version, enough for inference without Lightning.
+
+A bundle is a directory: `config.json` (format version, kind, the factory call that rebuilds the architecture,
+fingerprint, provenance) and `model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fovea import __version__
+from fovea.models.alpha_clip import load_strict
+from fovea.models.encoders import ClipEncoder, Encoder
+
+FORMAT = 1
+
+
+def fingerprint(state: nn.Module | Mapping[str, Tensor]) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of all weights: what an index or a cache was made with."""
+    tensors = state.state_dict() if isinstance(state, nn.Module) else state
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(-1).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def build(spec: Mapping[str, Any]) -> Any:
+    """Rebuild an architecture from `{"class_path", "init_args"}`; only factories of this package are called."""
+    module, _, name = str(spec["class_path"]).rpartition(".")
+    if not module.startswith("fovea."):
+        raise ValueError(f"bundle: class_path {spec['class_path']} is not of this package; refused")
+    return getattr(importlib.import_module(module), name)(**spec["init_args"])
+
+
+def save_encoder(encoder: Encoder, path: str | Path, *, provenance: dict[str, Any] | None = None) -> Path:
+    """Write an encoder bundle; an existing bundle at `path` is replaced in one step.
+
+    Args:
+        encoder: the model.
+        path: directory to make.
+        provenance: what it came from (checkpoint, config, metrics, licence of the base weights).
+    """
+    spec, state = encoder.spec(), encoder.state_dict()
+    return save_state(spec, state, path, provenance=provenance)
+
+
+def save_state(
+    spec: Mapping[str, Any], state: Mapping[str, Tensor], path: str | Path, *, provenance: dict[str, Any] | None = None
+) -> Path:
+    """`save_encoder` for a state dict that is not in a module (an exporter that has only a checkpoint)."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if path.exists() and not (path / "config.json").is_file():
+        raise FileExistsError(f"{path} exists and is not a bundle; choose another --out")
+    writing = path.with_name(f".{path.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    save_file(tensors, writing / "model.safetensors")
+    config = {
+        "format": FORMAT,
+        "fovea": __version__,
+        "kind": "encoder",
+        "encoder": dict(spec),
+        "fingerprint": fingerprint(tensors),
+        "provenance": provenance or {},
+    }
+    (writing / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(writing, path)
+    return path
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The JSON of a bundle, checked for format and kind."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no bundle at {path} (config.json is missing); make one with: "
+            f"python scripts/export.py --ckpt CHECKPOINT --out {path}"
+        )
+    config: dict[str, Any] = json.loads(file.read_text())
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{file}: format {config.get('format')}, this code reads {FORMAT}; export it again")
+    return config
+
+
+def load_encoder(path: str | Path, alpha: bool = False) -> Encoder:
+    """Load an encoder bundle, in evaluation mode.
+
+    Args:
+        path: the bundle's directory.
+        alpha: give it a zero-initialised alpha branch if it has none (the start of Alpha-CLIP training).
+
+    Raises:
+        FileNotFoundError: no bundle there.
+        ValueError: wrong format, a tensor missing, unexpected or of another shape, or weights that do not hash to the
+            recorded fingerprint.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config = read_config(path)
+    encoder: Encoder = build(config["encoder"])
+    weights = Path(path) / "model.safetensors"
+    try:
+        state = load_file(weights)
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged ({error}); export it again") from error
+    load_strict(encoder, state, weights)
+    if fingerprint(encoder) != config["fingerprint"]:
+        raise ValueError(f"{weights} is not the file that {path}/config.json was written for; export it again")
+    if alpha:
+        if not isinstance(encoder, ClipEncoder):
+            raise TypeError(f"{path} holds a {type(encoder).__name__}, which takes no alpha branch")
+        encoder.enable_alpha()
+    return encoder.eval()

@@ -1,0 +1,215 @@
+"""Contrastive training: CLIP, Alpha-CLIP (HuLiRAG eq. 6) and image–image pairs, by one module.
+
+What is trained follows from the batch: whole images only are CLIP; whole images and regions with their masks are
+Alpha-CLIP; pictures on both sides are image–image InfoNCE (RoRA-VLM's entity retriever).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fovea import losses
+from fovea.models.encoders import Encoder
+from lightning_modules.gather import gather_rows
+from lightning_modules.optim import DepthOrder, check_groups, cosine_with_warmup, encoder_groups
+
+MAX_LOGIT_SCALE = math.log(100.0)
+
+
+class PairBatch(NamedTuple):
+    """`B` whole-image pairs, then `M` regional pairs, in one set of rows (`n = B + M`).
+
+    Attributes:
+        pixels: uint8 [n, S, S, 3].
+        alpha: uint8 [n, S, S] of 0/1; 1 everywhere in the first B rows; None when no row has a mask.
+        tokens: int64 [n, L], the text of each row, or None when the partner is a picture.
+        partner_pixels: uint8 [n, S, S, 3], the partner picture, or None when it is a text.
+        ids: int64 [n, 2], hashes of what the left side shows and of what the right side says.
+        image_ids: int64 [n], hash of the image that a row comes from (for eq. 6's mean over regions).
+        num_global: B.
+        names: id of each row, for messages.
+    """
+
+    pixels: Tensor
+    alpha: Tensor | None
+    tokens: Tensor | None
+    partner_pixels: Tensor | None
+    ids: Tensor
+    image_ids: Tensor
+    num_global: int
+    names: list[str]
+
+
+class RetrievalBatch(NamedTuple):
+    """One side of a validation gallery; exactly one of `pixels` and `tokens` is set.
+
+    Attributes:
+        pixels: uint8 [B, S, S, 3] or None.
+        tokens: int64 [B, L] or None.
+        ids: int64 [B]: the image's id (gallery), or the gold image's id (queries).
+    """
+
+    pixels: Tensor | None
+    tokens: Tensor | None
+    ids: Tensor
+
+
+class AlphaClip(L.LightningModule):
+    """InfoNCE over whole images and regions: `NCE(I, q) + region_weight · (1/T) Σ_k NCE(Ĩ_k, n_k)`."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        depth_decay: float = 1.0,
+        depth_order: DepthOrder = "deeper_smaller",
+        freeze_text: bool = False,
+        region_weight: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.98),
+    ) -> None:
+        """Constructor arguments are the config.
+
+        Args:
+            encoder: the dual encoder to train (`fovea.models.encoders`, or `fovea.bundle.load_encoder`).
+            lr: peak learning rate (AdamW); see `lightning_modules.optim.encoder_groups` for the layers.
+            weight_decay: 0.01 in the paper.
+            warmup_steps: optimizer steps of linear warm-up before the cosine.
+            depth_decay: learning-rate factor from one layer of the image tower to the next.
+            depth_order: which way it runs; the paper's is `deeper_smaller`.
+            freeze_text: the paper freezes the text encoder for Alpha-CLIP.
+            region_weight: weight of the regional term of eq. 6 (1 in the paper).
+            betas: AdamW's, CLIP's values.
+        """
+        super().__init__()
+        self.save_hyperparameters(ignore=["encoder"])
+        self.encoder = encoder.train()
+        if freeze_text:
+            for parameter in encoder.text_parameters():
+                parameter.requires_grad_(False)
+        # Rows of the validation gallery, per dataloader: embeddings and ids.
+        self._gallery: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def on_fit_start(self) -> None:
+        """Refuse what would silently train something else."""
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} does not add negatives to "
+                "InfoNCE; use a larger data.batch_size (or more ranks) and leave it at 1"
+            )
+
+    def embed(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """Rows of a batch, pictures or texts → [n, D]."""
+        if pixels is None:
+            assert tokens is not None
+            return self.encoder.encode_text(tokens)
+        mask = None if alpha is None else alpha[:, None].float()
+        return self.encoder.encode_image(self.encoder.transform.normalise(pixels), mask)
+
+    def loss(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """The whole batch's global and regional terms of eq. 6, as this rank's share times the number of ranks.
+
+        DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is that of
+        one process with the whole batch.
+        """
+        left = self.embed(batch.pixels, batch.alpha, None)
+        right = self.embed(batch.partner_pixels, None, batch.tokens)
+        terms = []
+        for part in (slice(0, batch.num_global), slice(batch.num_global, None)):
+            ids, image_ids = batch.ids[part], batch.image_ids[part]
+            count = torch.tensor([len(ids)], device=left.device)
+            all_left, all_right, all_ids, all_image_ids, owner = gather_rows(
+                self, left[part], right[part], ids, image_ids, torch.full((len(ids),), self.global_rank).to(count)
+            )
+            if len(all_ids) == 0:
+                terms.append(left.sum() * 0)
+                continue
+            if part.start == 0:
+                weights = torch.full((len(all_ids),), 1 / len(all_ids), device=left.device)
+            else:
+                weights = losses.regional_weights(all_image_ids)
+            mine = owner == self.global_rank
+            term = losses.weighted_info_nce(
+                left[part],
+                right[part],
+                all_left,
+                all_right,
+                self.encoder.logit_scale,
+                losses.positives(ids, all_ids),
+                weights[mine],
+            )
+            terms.append(term * self.trainer.world_size)
+        return terms[0], terms[1]
+
+    def training_step(self, batch: PairBatch, _: int) -> Tensor:
+        """Forward, loss, log."""
+        whole, regional = self.loss(batch)
+        loss = whole + self.hparams["region_weight"] * regional
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"loss is {loss.item()} (global {whole.item()}, regional {regional.item()}) at step {self.global_step}; "
+                f"logit scale {self.encoder.logit_scale.exp().item():.1f}; rows of this batch: {', '.join(batch.names[:32])}"
+            )
+        figures = {"train/loss": loss, "train/loss_global": whole, "train/loss_regional": regional}
+        figures["train/logit_scale"] = self.encoder.logit_scale.exp()
+        self.log_dict(figures, sync_dist=True, batch_size=batch.num_global)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Clamp the temperature after the step, as CLIP does."""
+        with torch.no_grad():
+            self.encoder.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last gallery."""
+        self._gallery = {}
+
+    def validation_step(self, batch: RetrievalBatch, _: int, dataloader_idx: int = 0) -> None:
+        """Embed one batch of the gallery (dataloader 0) or of its queries (1)."""
+        embedded = F.normalize(self.embed(batch.pixels, None, batch.tokens).float(), dim=-1)
+        self._gallery.setdefault(dataloader_idx, []).append((embedded, batch.ids))
+
+    def on_validation_epoch_end(self) -> None:
+        """Recall at 1, 5 and 20 of the whole gallery, exact on any number of ranks (no padding, no duplicates)."""
+        empty = (torch.zeros(0, self.encoder.embed_dim, device=self.device), torch.zeros(0, dtype=torch.int64).to(self.device))
+        sides = []
+        for side in (0, 1):
+            rows = self._gallery.get(side) or [empty]
+            sides.append(gather_rows(self, torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])))
+        (images, image_ids), (queries, gold_ids) = sides
+        if len(images) == 0 or len(queries) == 0:
+            return
+        scores = queries @ images.T
+        gold = scores.masked_fill(image_ids[None] != gold_ids[:, None], -math.inf).amax(1, keepdim=True)
+        # Pessimistic ties (every equal score counts as ahead): a collapsed encoder scores zero, not 100 %.
+        ahead = ((scores >= gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
+        for k in (1, 5, 20):
+            self.log(f"val/recall@{k}", (ahead < k).float().mean(), prog_bar=k == 1)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with depth-dependent rates, linear warm-up, cosine."""
+        h = self.hparams
+        groups = encoder_groups(
+            self.encoder,
+            lr=h["lr"],
+            weight_decay=h["weight_decay"],
+            depth_decay=h["depth_decay"],
+            depth_order=h["depth_order"],
+        )
+        check_groups(self, groups)
+        optimizer = torch.optim.AdamW(groups, betas=h["betas"])
+        schedule = cosine_with_warmup(
+            optimizer, total_steps=self.trainer.estimated_stepping_batches, warmup_steps=h["warmup_steps"]
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say how to rebuild the encoder, so that `scripts/export.py` needs nothing else."""
+        checkpoint["fovea"] = {"kind": "encoder", "spec": self.encoder.spec(), "prefix": "encoder."}
