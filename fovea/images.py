@@ -2,18 +2,234 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from fovea.types import BoolArray, UInt8Array
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+MAX_PIXELS = 178_956_970  # Pillow's own refusal: twice Image.MAX_IMAGE_PIXELS (a 512 MB RGB image)
+# Raster formats only: Pillow would hand an EPS to Ghostscript, and data sets come from strangers.
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "PPM", "JPEG2000", "ICO")
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class BadImage(ValueError):
+    """Bytes that are no usable image.
+
+    Attributes:
+        reason: what is wrong, without id or path.
+        missing: there are no bytes at all (no such file), as against bytes that do not decode.
+    """
+
+    def __init__(self, reason: str, *, where: str = "", missing: bool = False) -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+        self.reason = reason
+        self.missing = missing
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One decoded image.
+
+    Attributes:
+        pixels: uint8 [H, W, 3], RGB, EXIF-upright.
+        orientation: the EXIF orientation 1–8 that was undone; 1 when there was none.
+        stored_size: (height, width) as stored in the file, before it was turned upright.
+    """
+
+    pixels: UInt8Array
+    orientation: int
+    stored_size: tuple[int, int]
+
+
+def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8Array:
+    """Image file → uint8 [H, W, 3], RGB, EXIF-upright.
+
+    Every mode becomes RGB: transparent pixels are laid over white, deep grey is scaled (see
+    `_grey_to_8_bit`), of an animation or a multi-page file the first frame counts. An unreadable EXIF block
+    means "no rotation": the pixels are good.
+
+    Args:
+        data: the bytes of the file; its name plays no part, so a wrong extension does no harm.
+        max_pixels: refuse a larger image before its pixels are unpacked. Pillow's own limit holds as well.
+
+    Raises:
+        BadImage: the bytes are empty, no image, truncated, corrupt or too large.
+    """
+    return decode_with_orientation(data, max_pixels=max_pixels).pixels
+
+
+def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
+    """As `decode`, and says how the file was turned: for annotations made on the pixels as stored."""
+    if not data:
+        raise BadImage("the file is empty (0 bytes)")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                raise BadImage(
+                    f"{image.width}×{image.height} pixels are more than the cap of {max_pixels:,}; "
+                    "scale the file down or raise max_pixels"
+                )
+            stored, orientation = (image.height, image.width), _orientation(image)
+            image.load()
+            # Pillow turns a TIFF upright while it loads and drops the tag; other formats keep it.
+            if orientation != 1 and _orientation(image) == orientation:
+                turned = image.transpose(_UPRIGHT[orientation])
+            else:
+                turned = image
+            pixels = np.array(_to_rgb(turned))
+    except BadImage:
+        raise
+    except UnidentifiedImageError as error:
+        raise BadImage(
+            f"no image in a known format ({', '.join(FORMATS)}); it begins with {data[:12]!r}"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's plugins raise a dozen types on corrupt bytes; each means a bad file
+        raise BadImage(f"{type(error).__name__}: {error}") from error
+    return Decoded(pixels, orientation, stored)
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # corrupt EXIF beside good pixels: cameras and editors write such files
+        return 1
+    return value if value in _UPRIGHT else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return Image.fromarray(_grey_to_8_bit(np.asarray(image), image.mode)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _grey_to_8_bit(values: np.ndarray[Any, Any], mode: str) -> UInt8Array:
+    """Grey of 16 or 32 bits → 0..255.
+
+    White is 65535 for 16-bit values and for 32-bit integers that fit, 1.0 for floats in [0, 1]. Other 32-bit
+    values have no white point and are stretched from their minimum to their maximum.
+    """
+    deep = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+    low, high = 0.0, 1.0 if mode == "F" else 65535.0
+    if deep.size and (deep.min() < low or deep.max() > high):
+        low, high = float(deep.min()), float(deep.max())
+    scaled: UInt8Array = np.round((deep - low) / (high - low) * 255).astype(np.uint8)
+    return scaled
+
+
+class ImageReader:
+    """Reads the pixels that rows of an images table name, with one policy for bad files (PITFALLS 16, 18).
+
+    Attributes:
+        bad: (image id, reason) of every bad image met so far, in order. Each process has its own list.
+    """
+
+    def __init__(
+        self,
+        tables_root: str | Path,
+        *,
+        policy: Literal["fail", "skip"] = "fail",
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        if policy not in ("fail", "skip"):
+            raise ValueError(f"policy={policy!r}: one of 'fail', 'skip'")
+        self.root = Path(tables_root)
+        self.policy = policy
+        self.max_pixels = max_pixels
+        self.bad: list[tuple[str, str]] = []
+
+    def path(self, row: Mapping[str, Any]) -> Path:
+        """The file that holds the row's bytes: absolute, or inside the tables' directory.
+
+        Raises:
+            ValueError: a relative path that leaves the directory (the table was tampered with or moved).
+        """
+        name: str = row["path"]
+        inside = os.path.normpath(name)
+        if not name or inside.split(os.sep)[0] == os.pardir:
+            raise ValueError(
+                f"image {row['id']}: path {name!r} in {self.root}/images.parquet leaves the tables' "
+                "directory; name a file by its absolute path or put it inside"
+            )
+        return self.root / inside
+
+    def bytes(self, row: Mapping[str, Any]) -> bytes:
+        """The image file's bytes: the whole file, or the row's byte range of a tar shard."""
+        path = self.path(row)
+        offset, size = row.get("offset", -1), row.get("size", -1)
+        try:
+            with open(path, "rb") as file:
+                if offset < 0:
+                    return file.read()
+                file.seek(offset)
+                data = file.read(size)
+        except FileNotFoundError as error:
+            raise BadImage("no such file", missing=True) from error
+        except OSError as error:
+            raise BadImage(f"cannot be read: {error.strerror or error}") from error
+        if len(data) != size:
+            raise BadImage(
+                f"the shard ends after {len(data)} of the image's {size} bytes (from offset {offset})"
+            )
+        return data
+
+    def decode(self, row: Mapping[str, Any]) -> Decoded:
+        """Pixels and EXIF orientation of one row; records a bad image in `bad` and raises BadImage."""
+        try:
+            return decode_with_orientation(self.bytes(row), max_pixels=self.max_pixels)
+        except BadImage as error:
+            self.bad.append((row["id"], error.reason))
+            where = f"image {row['id']} ({self.path(row)})"
+            raise BadImage(error.reason, where=where, missing=error.missing) from error
+
+    def read(self, row: Mapping[str, Any]) -> UInt8Array:
+        """uint8 [H, W, 3] of a row; a bad image is recorded in `bad` and raises BadImage under any policy."""
+        return self.decode(row).pixels
+
+    def read_many(self, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], UInt8Array]]:
+        """(row, pixels) of every row in order; under `skip` bad images are left out (and stand in `bad`)."""
+        for row in rows:
+            try:
+                pixels = self.read(row)
+            except BadImage:
+                if self.policy == "fail":
+                    raise
+                continue
+            yield row, pixels
+
+    def write_bad(self, path: str | Path) -> None:
+        """Write `bad` as JSONL rows {"id", "reason"}; an empty file says that all images were good."""
+        lines = [json.dumps({"id": image_id, "reason": reason}) + "\n" for image_id, reason in self.bad]
+        Path(path).write_text("".join(lines))
 
 
 @dataclass(frozen=True)
@@ -22,8 +238,8 @@ class ImageTransform:
 
     Attributes:
         size: side S of the square output, pixels.
-        mode: `squash` resizes both sides to S (the paper's "resized to 336×336"; nothing is cut off); `pad` keeps the
-            aspect ratio and pads with zeros; `crop` resizes the shorter side and cuts the centre (CLIP's own).
+        mode: `squash` resizes both sides to S (the paper's "resized to 336×336"; nothing is cut off); `pad`
+            keeps the aspect ratio and pads with zeros; `crop` resizes the shorter side and cuts the centre.
         mean: per-channel mean of [0, 1] pixels.
         std: per-channel standard deviation of [0, 1] pixels.
     """
@@ -46,7 +262,9 @@ class ImageTransform:
         height, width = image.shape[:2]
         count = 0 if masks is None else len(masks)
         if masks is not None and masks.shape[1:] != (height, width):
-            raise ValueError(f"masks of {masks.shape[1:]} pixels for an image of {(height, width)}: same size needed")
+            raise ValueError(
+                f"masks of {masks.shape[1:]} pixels for an image of {(height, width)}: same size needed"
+            )
         if (height, width) == (self.size, self.size):
             same = np.zeros((0, height, width), np.uint8) if masks is None else masks.astype(np.uint8)
             return image, same
@@ -58,8 +276,10 @@ class ImageTransform:
         pixels[y : y + target[1], x : x + target[0]] = np.asarray(resized)
         for t in range(count):
             assert masks is not None
-            # Box filter on 0..255 and a threshold at half cover: a thin object keeps its pixels, none is invented.
-            soft = Image.fromarray(masks[t].astype(np.uint8) * 255).resize(target, Image.Resampling.BOX, box=box)
+            # Box filter on 0..255, then a threshold at half cover: the object neither grows nor shifts.
+            soft = Image.fromarray(masks[t].astype(np.uint8) * 255).resize(
+                target, Image.Resampling.BOX, box=box
+            )
             out[t, y : y + target[1], x : x + target[0]] = np.asarray(soft) >= 128
         return pixels, out
 
