@@ -1,0 +1,45 @@
+"""Batches that DataModules make and LightningModules take: NamedTuples of tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PairBatch(NamedTuple):
+    """`B` whole-image pairs, then `M` regional pairs, in one set of rows (`n = B + M`).
+
+    Attributes:
+        pixels: uint8 [n, S, S, 3].
+        alpha: uint8 [n, S, S] of 0/1; 1 everywhere in the first B rows; None when no row has a mask.
+        tokens: int64 [n, L], the text of each row, or None when the partner is a picture.
+        partner_pixels: uint8 [n, S, S, 3], the partner picture, or None when it is a text.
+        ids: int64 [n, 2], hashes of what the left side shows and of what the right side says.
+        image_ids: int64 [n], hash of the image that a row comes from (for eq. 6's mean over regions).
+        num_global: B.
+        names: id of each row, for messages.
+    """
+
+    pixels: Tensor
+    alpha: Tensor | None
+    tokens: Tensor | None
+    partner_pixels: Tensor | None
+    ids: Tensor
+    image_ids: Tensor
+    num_global: int
+    names: list[str]
+
+
+class RetrievalBatch(NamedTuple):
+    """One side of a validation gallery; exactly one of `pixels` and `tokens` is set.
+
+    Attributes:
+        pixels: uint8 [B, S, S, 3] or None.
+        tokens: int64 [B, L] or None.
+        ids: int64 [B]: the image's id (gallery), or the gold image's id (queries).
+    """
+
+    pixels: Tensor | None
+    tokens: Tensor | None
+    ids: Tensor
