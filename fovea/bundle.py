@@ -97,12 +97,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def load_encoder(path: str | Path, alpha: bool = False) -> Encoder:
+def load_encoder(path: str | Path, alpha: bool = False, image_size: int | None = None) -> Encoder:
     """Load an encoder bundle, in evaluation mode.
 
     Args:
         path: the bundle's directory.
         alpha: give it a zero-initialised alpha branch if it has none (the start of Alpha-CLIP training).
+        image_size: another input side in pixels, for towers whose weights do not depend on it.
 
     Raises:
         FileNotFoundError: no bundle there.
@@ -113,6 +114,10 @@ def load_encoder(path: str | Path, alpha: bool = False) -> Encoder:
     from safetensors.torch import load_file
 
     config = read_config(path)
+    if image_size is not None:
+        if "image_size" not in config["encoder"]["init_args"]:
+            raise ValueError(f"image_size={image_size}: the encoder in {path} has position embeddings of a fixed size")
+        config["encoder"]["init_args"]["image_size"] = image_size
     encoder: Encoder = build(config["encoder"])
     weights = Path(path) / "model.safetensors"
     try:

@@ -21,8 +21,8 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 MAX_PIXELS = 178_956_970  # Pillow's own refusal: twice Image.MAX_IMAGE_PIXELS (a 512 MB RGB image)
-# Raster formats only: Pillow would hand an EPS to Ghostscript, and data sets come from strangers.
-FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "PPM", "JPEG2000", "ICO")
+# Raster formats only: Pillow would hand an EPS to Ghostscript, and data sets come from strangers. JPEG opens MPO too.
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "PPM", "JPEG2000", "ICO")
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

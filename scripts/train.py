@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning as L
+from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 
@@ -37,7 +38,9 @@ class Cli(LightningCLI):
 
     def init_parser(self, **kwargs: object) -> LightningArgumentParser:
         """Our parser class."""
-        return Parser(**kwargs)  # type: ignore[arg-type]
+        parser = Parser(**kwargs)  # type: ignore[arg-type]
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML config; later ones win.")
+        return parser
 
 
 def main(args: ArgsType = None) -> Cli:

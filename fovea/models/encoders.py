@@ -134,6 +134,14 @@ class ClipEncoder(Encoder):
         return self._spec
 
 
+def _words_of(tables: Path) -> list[str]:
+    from fovea.tables import Tables
+
+    table = Tables(tables)
+    texts = table.table("queries").column("text").to_pylist() + table.table("regions").column("phrase").to_pylist()
+    return sorted({word for text in set(texts) for word in WordTokenizer.words(text)})
+
+
 def tiny_clip(
     vocabulary: list[str] | str,
     image_size: int = 64,
@@ -149,7 +157,7 @@ def tiny_clip(
     """The CPU-sized CLIP of the embedded world (random weights).
 
     Args:
-        vocabulary: its words, or the path of a file with one word a line (`prepare.py world` writes one).
+        vocabulary: its words, or a directory of canonical tables: then all words of its queries and phrases.
         image_size: side S in pixels, a multiple of 2^len(widths).
         embed_dim: D.
         widths: channels of the stride-2 convolutions.
@@ -161,10 +169,7 @@ def tiny_clip(
         alpha: with a zero-initialised alpha branch.
     """
     if isinstance(vocabulary, str):
-        path = Path(vocabulary)
-        if not path.is_file():
-            raise FileNotFoundError(f"encoder.vocabulary: no file {path}; make it with: python scripts/prepare.py world")
-        vocabulary = path.read_text().split()
+        vocabulary = _words_of(Path(vocabulary))
     stride = 2 ** len(widths)
     if image_size % stride:
         raise ValueError(f"encoder.image_size {image_size} is not a multiple of the stride {stride} of {widths}")

@@ -23,6 +23,11 @@ class WordTokenizer:
         self.context_length = context_length
         self._ids = {word: i + 2 for i, word in enumerate(self.vocabulary)}
 
+    @staticmethod
+    def words(text: str) -> list[str]:
+        """The lower-case words of a text; punctuation is dropped."""
+        return re.findall(r"[\w']+", text.lower())
+
     def __len__(self) -> int:
         return len(self.vocabulary) + 2
 
@@ -30,7 +35,7 @@ class WordTokenizer:
         """Texts → int64 [B, context_length], cut at the end."""
         out = torch.zeros(len(texts), self.context_length, dtype=torch.int64)
         for row, text in enumerate(texts):
-            words = re.findall(r"[\w']+", text.lower())[: self.context_length]
+            words = self.words(text)[: self.context_length]
             # A text without a single word still needs one valid token to pool over.
             ids = [self._ids.get(word, 1) for word in words] or [1]
             out[row, : len(ids)] = torch.tensor(ids)
