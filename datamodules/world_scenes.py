@@ -24,7 +24,7 @@ QUESTIONS = (
     "what is next to {names} ?",
     "what do you see beside {names} ?",
     "what else is there with {names} ?",
-    "which is the one near {names} ?",
+    "what can be found near {names} ?",
 )
 _ATTEMPTS = 40
 
