@@ -6,11 +6,12 @@ Splits, each with a stream of random numbers of its own:
 - `val`: one gallery for early stopping and tuning; `cal-0`, `cal-1`: galleries for calibrating the fusion;
 - `test-0` … : galleries that no choice has seen.
 
-Texts of `singles` and `train` are queries of kind `caption` whose gold image is their own picture (another picture may
-happen to fit a short one too). Their forms cover the test texts on purpose: a full list, a pair, and a question in the
-wording of the test; the question's answer, the thing that it does not name, stands in `answers`. A gallery's questions
-are of kind `question`: two of an image's three things are named, and the image is the only one of its gallery that
-shows both. Every split has one region row a thing, with the exact visible mask.
+Texts of `singles` and `train` are queries of kind `caption` whose gold image is their own picture (another
+picture may happen to fit a short one too). Their forms cover the test texts on purpose: a full list, a pair,
+and a question in the wording of the test; the question's answer, the thing that it does not name, stands in
+`answers`. A gallery's questions are of kind `question`: two of an image's three things are named, and the
+image is the only one of its gallery that shows both. Every split has one region row a thing, with the exact
+visible mask.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from datamodules.world_shards import TarShards, render_in_order
 from fovea.tables import TableWriter
 
 FORMS = ("list", "pair", "one", "question")
-_GALLERY_SPLITS = ("val", "cal", "test")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class WorldConfig:
         num_cal: galleries for calibration.
         num_test: galleries for testing.
         gallery_size: images in each gallery; with the same retriever, more images mean a lower R@1.
-        sibling_share: share of a gallery's images that have a sibling with the same nouns and colours permuted.
+        sibling_share: share of a gallery's images that have a sibling with the same nouns and colours
+            permuted.
         sizes: (low, high) of each size class: side of a thing as a share of the scene's side.
         single_size: the same for singles; in pixels it covers the sizes in scenes.
         max_overlap: largest share of a thing that others hide.
@@ -109,12 +110,13 @@ class WorldConfig:
         families = self.gallery_size * (1 - self.sibling_share / 2)
         if self.gallery_size < 2 or families > sets / 2:
             yield (
-                f"gallery_size={self.gallery_size} must be at least 2 and need at most {sets // 2} families of three "
-                f"out of num_nouns={self.num_nouns}; raise num_nouns or shrink the gallery"
+                f"gallery_size={self.gallery_size} must be at least 2 and need at most {sets // 2} sets of "
+                f"three out of num_nouns={self.num_nouns}; raise num_nouns or shrink the gallery"
             )
         low, high = self.objects
         if not 1 <= low <= high <= min(5, self.num_colours):
-            yield f"objects={self.objects} must be increasing, within 1 and {min(5, self.num_colours)} (colours differ)"
+            most = min(5, self.num_colours)
+            yield f"objects={self.objects} must be increasing, within 1 and {most} (colours differ)"
         unknown = sorted(set(self.caption_forms) - set(FORMS))
         if unknown or not self.caption_forms:
             yield f"caption_forms={self.caption_forms} must be one or more of {', '.join(FORMS)}"
@@ -128,7 +130,7 @@ class WorldConfig:
 
     @staticmethod
     def smoke(seed: int = 0) -> WorldConfig:
-        """A world in miniature, for tests of the whole chain: seconds to generate, too small to learn much from."""
+        """A world in miniature, for tests of the whole chain: too small to learn much from."""
         return WorldConfig(
             seed=seed,
             num_nouns=8,
@@ -188,8 +190,8 @@ def texts(config: WorldConfig, split: str, planned: list[scenes.Scene]) -> Itera
                 text, answers = scenes.caption(
                     rng, config.caption_forms[j % len(config.caption_forms)], scene.things
                 )
-                yield {"id": f"{scene.id}-t{j}", "text": text, "answers": answers, "gold_image_ids": [scene.id],
-                       "split": split, "kind": "caption"}  # fmt: skip
+                yield {"id": f"{scene.id}-t{j}", "text": text, "answers": answers,
+                       "gold_image_ids": [scene.id], "split": split, "kind": "caption"}  # fmt: skip
         return
     for scene, pairs in zip(planned, scenes.unique_pairs(planned), strict=True):
         if not pairs:  # counted in the manifest: fewer questions than images
@@ -243,11 +245,12 @@ def _write_pictures(
         for scene, picture in zip(planned, drawn, strict=True):
             place = shards.add(f"{scene.id}.png", picture.png)
             writer.add(
-                "images", id=scene.id, width=scene.side, height=scene.side, caption=scenes.listing(scene.things),
-                source="world", split=split, **place,
+                "images", id=scene.id, width=scene.side, height=scene.side, source="world", split=split,
+                caption=scenes.listing(scene.things), **place,
             )  # fmt: skip
             for k, thing in enumerate(scene.things):
                 writer.add(
-                    "regions", id=f"{scene.id}-r{k}", image_id=scene.id, label=thing.noun, phrase=thing.phrase,
-                    box=picture.boxes[k], height=scene.side, width=scene.side, rle=picture.counts[k], source="world",
+                    "regions", id=f"{scene.id}-r{k}", image_id=scene.id, label=thing.noun,
+                    phrase=thing.phrase, box=picture.boxes[k], height=scene.side, width=scene.side,
+                    rle=picture.counts[k], source="world",
                 )  # fmt: skip

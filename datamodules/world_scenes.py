@@ -1,7 +1,7 @@
 """Seed → scenes: which things stand where, the pixels, the exact visible masks, and the texts about them.
 
-A scene is planned first (names only: cheap, in one process) and drawn later from a seed of its own, so that the bytes do
-not depend on how the drawing is spread over processes.
+A scene is planned first (names only: cheap, in one process) and drawn later from a seed of its own, so that
+the bytes do not depend on how the drawing is spread over processes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pycocotools import mask as coco_mask
 from datamodules import world_art as art
 from fovea.types import BoolArray, FloatArray, UInt8Array
 
-# Questions name all but one of the things; the missing one is the answer. No other noun occurs in them: everything that
-# a phrase finder finds is a thing in the picture.
+# Questions name all but one of the things; the missing one is the answer. No other noun occurs in them:
+# everything that a phrase finder finds is a thing in the picture.
 QUESTIONS = (
     "what is next to {names} ?",
     "what do you see beside {names} ?",
     "what else is there with {names} ?",
-    "which is the one near {names} ?",
+    "what can be found near {names} ?",
 )
 _ATTEMPTS = 40
 
@@ -77,7 +77,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One finished picture: PNG bytes, and per thing its visible mask (COCO counts) and box (xyxy, end exclusive)."""
+    """One finished picture: PNG bytes, and each thing's visible mask (COCO counts) and xyxy box."""
 
     png: bytes
     counts: tuple[bytes, ...]
@@ -90,13 +90,13 @@ def stream(seed: int, *names: str | int) -> tuple[int, ...]:
 
 
 def png(image: UInt8Array) -> bytes:
-    """Lossless bytes of uint8 [H, W, 3]; the fastest compression, since the world is read far more often than kept."""
+    """Lossless bytes of uint8 [H, W, 3], at the fastest compression."""
     out = io.BytesIO()
     Image.fromarray(image).save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------------------ drawing
+# ---------------------------------------------------------------------------------------------------- drawing
 def _draw_thing(
     rng: np.random.Generator, thing: Thing, side: int, look: Look
 ) -> tuple[FloatArray, FloatArray]:
@@ -107,7 +107,8 @@ def _draw_thing(
     """
     low, high = look.sizes[rng.integers(len(look.sizes))]
     pixels = max(6, round(rng.uniform(low, high) * side * (72 + 2 * art.PAD) / 72))
-    # Seven angles, not any angle: turned sprites come from a cache, and turning was half of the cost of a scene.
+    # Seven angles, not any angle: turned sprites come from a cache, and turning was half of the cost of a
+    # scene.
     degrees = look.rotation * float(rng.integers(-3, 4)) / 3
     turned = art.sprite(thing.noun, thing.colour, degrees, bool(rng.random() < 0.5))
     rgba = np.asarray(turned.resize((pixels, pixels), Image.Resampling.BOX)).astype(np.float32)
@@ -169,7 +170,7 @@ def render(scene: Scene, look: Look) -> Drawn:
     return Drawn(png(image), tuple(code["counts"] for code in codes), tuple(boxes))
 
 
-# ----------------------------------------------------------------------------------------------------------- planning
+# --------------------------------------------------------------------------------------------------- planning
 def _things(
     rng: np.random.Generator, number: int, nouns: Sequence[str], colours: Sequence[str]
 ) -> tuple[Thing, ...]:
@@ -209,26 +210,25 @@ def plan_gallery(
 ) -> list[Scene]:
     """`count` scenes of three things, no two with the same contents; `sibling_share` of them come in pairs.
 
-    The two siblings of a pair show the same three nouns and the same three colours, otherwise distributed: a retriever
-    that reads words but not which colour belongs to which noun cannot tell them apart. Places are drawn independently.
-    The order in the gallery is shuffled.
+    The two siblings of a pair show the same three nouns and the same three colours, otherwise distributed: a
+    retriever that reads words but not which colour belongs to which noun cannot tell them apart. Places are
+    drawn independently. The order in the gallery is shuffled.
     """
     rng = np.random.default_rng(stream(seed, split, "plan"))
     contents: list[tuple[Thing, ...]] = []
-    seen: set[frozenset[Thing]] = set()
+    used: set[frozenset[str]] = set()
     pairs = round(count * sibling_share / 2)
     while len(contents) < count:
-        family = [_things(rng, 3, nouns, colours)]
-        if len(contents) < 2 * pairs:
-            first = family[0]
-            order = [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)][rng.integers(5)]
-            family.append(tuple(Thing(first[k].noun, first[order[k]].colour) for k in range(3)))
-        keys = {frozenset(things) for things in family}
-        # A family of nouns is used once, or an image would have more siblings than the share says.
-        if any({t.noun for t in other} == {t.noun for t in family[0]} for other in seen):
+        first = _things(rng, 3, nouns, colours)
+        names = frozenset(thing.noun for thing in first)
+        # A set of nouns is used by one family, or images would have more siblings than the share says.
+        if names in used:
             continue
-        seen |= keys
-        contents += family
+        used.add(names)
+        contents.append(first)
+        if len(contents) < 2 * pairs:
+            order = [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0), (2, 0, 1)][rng.integers(5)]
+            contents.append(tuple(Thing(first[k].noun, first[order[k]].colour) for k in range(3)))
     shuffled = [contents[i] for i in rng.permutation(count)]
     return [
         Scene(
@@ -242,7 +242,7 @@ def plan_gallery(
     ]
 
 
-# -------------------------------------------------------------------------------------------------------------- texts
+# ------------------------------------------------------------------------------------------------------ texts
 def listing(things: Sequence[Thing]) -> str:
     """`a red pig, a blue drum and a green car`."""
     names = [thing.with_article for thing in things]
@@ -250,7 +250,7 @@ def listing(things: Sequence[Thing]) -> str:
 
 
 def question(rng: np.random.Generator, named: Sequence[Thing]) -> str:
-    """A question that names `named`, in a drawn order and wording: `what is next to the red pig and the blue drum ?`."""
+    """A question that names `named`: `what is next to the red pig and the blue drum ?` or another wording."""
     order = rng.permutation(len(named))
     joint = (" and ", " with ")[rng.integers(2)]
     names = joint.join(f"the {named[k].phrase}" for k in order)
@@ -262,8 +262,9 @@ def caption(rng: np.random.Generator, form: str, things: Sequence[Thing]) -> tup
 
     Args:
         rng: source of every choice.
-        form: `list` names everything; `pair` two things; `one` a single thing, with `a`, `the` or no article (the texts
-            of region phrases); `question` all but one of at least two, in the wording of the test questions.
+        form: `list` names everything; `pair` two things; `one` a single thing, with `a`, `the` or no article
+            (the texts of region phrases); `question` all but one of at least two, in the wording of the test
+            questions.
         things: what the picture shows.
     """
     order = [things[k] for k in rng.permutation(len(things))]
@@ -277,7 +278,7 @@ def caption(rng: np.random.Generator, form: str, things: Sequence[Thing]) -> tup
 
 
 def unique_pairs(scenes: Sequence[Scene]) -> list[list[tuple[Thing, Thing]]]:
-    """For each scene of a gallery, the pairs of its things that no other scene of the gallery shows both of."""
+    """For each scene of a gallery, the pairs of its things that no other scene of it shows both of."""
     count: dict[frozenset[Thing], int] = {}
     pairs = [[(a, b) for k, a in enumerate(s.things) for b in s.things[k + 1 :]] for s in scenes]
     for pair in (frozenset(pair) for row in pairs for pair in row):

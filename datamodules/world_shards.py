@@ -1,4 +1,4 @@
-"""Jobs → pictures in tar shards: rendering on several processes, with bytes that do not depend on how many."""
+"""Jobs → pictures in tar shards, drawn on several processes: the bytes do not depend on how many."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TarShards:
         self._count = 0
 
     def add(self, name: str, data: bytes) -> dict[str, str | int]:
-        """Append one file; returns the `path` (relative to the tables), `offset` and `size` of an images row."""
+        """Append one file; returns the `path` (relative to the tables), `offset` and `size` of an image."""
         if self._count % self._per_shard == 0:
             self.close()
             self._path = self._directory / f"{self._name}-{self._count // self._per_shard:04d}.tar"

@@ -1,0 +1,95 @@
+"""Image → query-free regions: proposers, and the interface that they share with learned ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fovea.types import BoolArray, UInt8Array
+
+
+class Proposer(Protocol):
+    """Proposes regions of an image without knowing the question, once an image.
+
+    Attributes:
+        key: names the method and everything that changes its output; part of a mask store's key.
+    """
+
+    @property
+    def key(self) -> str:
+        """See the class."""
+        ...
+
+    def propose(self, image: UInt8Array) -> BoolArray:
+        """Regions of uint8 [H, W, 3] as masks, bool [R, H, W]; R may be 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Felzenszwalb:
+    """Graph segmentation at several scales (Felzenszwalb and Huttenlocher, 2004): no training, flat objects.
+
+    Fits the embedded world's pictures of 64 px, where things have few tones; photographs need larger scales,
+    and a learned proposer is the better choice for them.
+
+    Attributes:
+        scales: larger ones merge more. Their segments are pooled. On scenes of the world's `val` gallery
+            these three find a thing with IoU > 0.5 in 93 % of the cases, with 46 regions an image; 60 and
+            200: 81 % with 51.
+        sigma: width of the Gaussian that smooths the image first, pixels.
+        min_size: smaller segments are merged into a neighbour, pixels.
+    """
+
+    scales: tuple[float, ...] = (100.0, 300.0, 900.0)
+    sigma: float = 0.5
+    min_size: int = 20
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.scales or min(self.scales) <= 0:
+            problems.append(f"scales={self.scales} must be one or more positive numbers")
+        if self.sigma < 0:
+            problems.append(f"sigma={self.sigma} must be at least 0")
+        if self.min_size < 1:
+            problems.append(f"min_size={self.min_size} must be at least 1 pixel")
+        if problems:
+            raise ValueError("Felzenszwalb: " + "; ".join(problems))
+
+    @property
+    def key(self) -> str:
+        """`felzenszwalb-100-300-900-s0.5-m20`."""
+        return (
+            f"felzenszwalb-{'-'.join(f'{scale:g}' for scale in self.scales)}-s{self.sigma:g}-m{self.min_size}"
+        )
+
+    def propose(self, image: UInt8Array) -> BoolArray:
+        """Segments at every scale, by scale and then in reading order of their first pixel.
+
+        Equal segments are kept once. A segment that covers the whole image is left out: the coarse stage sees
+        the image already. A uniform image has no region.
+
+        Args:
+            image: uint8 [H, W, 3].
+
+        Returns:
+            bool [R, H, W].
+        """
+        from skimage.segmentation import felzenszwalb  # scikit-image starts slowly
+
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"propose needs uint8 [H, W, 3], got {image.dtype} {list(image.shape)}")
+        found: dict[bytes, BoolArray] = {}
+        for scale in self.scales:
+            labels = felzenszwalb(
+                image, scale=scale, sigma=self.sigma, min_size=self.min_size, channel_axis=-1
+            )
+            count = int(labels.max()) + 1
+            if count == 1:
+                continue
+            for mask in labels[None] == np.arange(count)[:, None, None]:
+                found.setdefault(np.packbits(mask).tobytes(), mask)
+        if not found:
+            return np.zeros((0, *image.shape[:2]), bool)
+        return np.stack(list(found.values()))
