@@ -26,7 +26,8 @@ def render_in_order(render: Callable[[J], R], jobs: Sequence[J], *, workers: int
     At most a few chunks are in flight, so that the memory used does not grow with the number of jobs.
     """
     chunks: Iterable[Sequence[J]] = (jobs[start : start + CHUNK] for start in range(0, len(jobs), CHUNK))
-    if workers <= 1 or len(jobs) <= CHUNK:
+    # Two chunks are drawn sooner than the processes have started.
+    if workers <= 1 or len(jobs) <= 2 * CHUNK:
         for chunk in chunks:
             yield from _run_chunk(render, chunk)
         return

@@ -20,9 +20,8 @@ from datamodules import world, world_art, world_scenes, world_shards
 from datamodules.world import WorldConfig
 from fovea.tables import Tables
 
-# `singles` is longer than one chunk of jobs: with two workers it is drawn by two processes.
 TINY = WorldConfig(
-    seed=3, num_nouns=8, num_colours=4, num_singles=300, num_scenes=40, num_cal=1, num_test=2,
+    seed=3, num_nouns=8, num_colours=4, num_singles=100, num_scenes=40, num_cal=1, num_test=2,
     gallery_size=20, captions_per_scene=4, caption_forms=("list", "question", "pair", "one"),
 )  # fmt: skip
 GALLERIES = ("val", "cal-0", "test-0", "test-1")
@@ -70,8 +69,14 @@ def _named(text: str) -> list[str]:
     return [" ".join(match) for match in THING.findall(text)]
 
 
-def test_same_bytes_whatever_the_number_of_workers(root: Path, tmp_path: Path):
-    """One process and two write the same files, manifest and parquet included, and so does a second run."""
+def test_same_bytes_whatever_the_number_of_workers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One process and two write the same files, manifest and parquet included; so does a second run.
+
+    The chunks are made so small that `singles` (100 pictures) is spread over both processes.
+    """
+    monkeypatch.setattr(world_shards, "CHUNK", 20)
     again = world.build(tmp_path / "two", config=TINY, workers=2)
     assert _digests(again) == _digests(root)
 
@@ -122,7 +127,7 @@ def test_shards_are_plain_tar_files_read_by_offset(tables: Tables, root: Path):
                 assert file is not None and member.mtime == 0
                 members[member.name] = file.read()
     rows = list(tables.rows("images"))
-    assert len(rows) == len(members) == len({row["id"] for row in rows}) == 420
+    assert len(rows) == len(members) == len({row["id"] for row in rows}) == 220
     for row in rows:
         assert _png(root, row) == members[f"{row['id']}.png"]
         side = 32 if row["split"] == "singles" else 64
@@ -179,8 +184,8 @@ def test_sibling_share_is_a_setting(share: float, pairs: int):
 
 
 def test_galleries_and_training_share_no_picture(tables: Tables, root: Path):
-    """All 420 pictures differ: nothing of a test gallery was drawn for training, tuning or calibration."""
-    assert len({_png(root, row) for row in tables.rows("images")}) == 420
+    """All 220 pictures differ: nothing of a test gallery was drawn for training, tuning or calibration."""
+    assert len({_png(root, row) for row in tables.rows("images")}) == 220
 
 
 def test_every_region_decodes_and_its_box_is_tight(tables: Tables):
