@@ -5,27 +5,21 @@ HuLiRAG eq. 1–2: frozen dual encoder, normalised embeddings, top K.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from fovea.images import ImageReader
 from fovea.index.dense import DenseIndex
 from fovea.models.encoders import Encoder
 from fovea.tables import Tables
-from fovea.types import Candidate, FloatArray, Query, UInt8Array
+from fovea.types import Candidate, FloatArray, Query
 
 CorpusName = Literal["gold", "candidates", "full"]
-
-
-class Reader(Protocol):
-    """What embedding needs of `fovea.images.ImageReader`."""
-
-    def read_many(self, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], UInt8Array]]:
-        """(row of the images table, uint8 [H, W, 3]) in order; bad images raise or are left out."""
 
 
 class Corpus(NamedTuple):
@@ -72,7 +66,7 @@ def corpus(tables: Tables, name: CorpusName, *, splits: Collection[str]) -> Corp
 def embed_images(
     encoder: Encoder,
     rows: Iterable[dict[str, Any]],
-    reader: Reader,
+    reader: ImageReader,
     *,
     batch_size: int = 64,
     progress: bool = False,
@@ -82,7 +76,7 @@ def embed_images(
     Args:
         encoder: in evaluation mode, on the device that is to do the work.
         rows: rows of the images table.
-        reader: gives their pixels; a row that it leaves out is left out here, with its id.
+        reader: gives their pixels; bad images that it skips are left out, with their ids.
         batch_size: images a forward pass.
         progress: show a bar with rate and remaining time.
 

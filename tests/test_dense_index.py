@@ -25,7 +25,7 @@ def exact_cases(shared_data):
 
 
 def test_equals_the_exact_search_oracles(shared_data):
-    """faiss's own ids and scores: inner product, cosine with duplicate vectors, and more neighbours than vectors.
+    """faiss's own ids and scores: inner product, cosine with duplicates, more neighbours than vectors.
 
     The L2 case goes through the exact reduction −|q−v|² = 2(q·v − |v|²/2) − |q|².
     """
@@ -70,7 +70,7 @@ def test_equals_brute_force_with_duplicates(num_queries):
 
 
 def test_missing_neighbours_are_none_with_no_score():
-    """k = 5 of 3 vectors: two Nones at -inf, never the last id again (faiss's -1, PITFALLS 27)."""
+    """PITFALLS 27: k = 5 of 3 vectors gives two Nones at -inf, never the last id (faiss's -1)."""
     index, vectors = make(3)
     ids, scores = index.search(vectors[:1], 5)
     assert ids[0][0] == "i0" and set(ids[0][:3]) == {"i0", "i1", "i2"} and ids[0][3:] == [None, None]
@@ -84,7 +84,7 @@ def test_an_empty_index_finds_nothing():
 
 
 def test_search_among_own_candidates():
-    """Equal to a full search from which the other ids are struck; short and empty lists are filled with None."""
+    """Equal to a full search without the other ids; short and empty lists are filled with None."""
     index, vectors = make(20)
     queries = vectors[:3] + 0.1
     allowed = [["i5", "i1", "i9", "i1"], ["i2"], []]
@@ -144,7 +144,7 @@ def test_a_mismatch_lists_every_differing_field_with_both_values(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_old_index(tmp_path, monkeypatch):
-    """Dying while the ids are written: the index that was there still loads, and the next save goes through."""
+    """Dying while the ids are written: the old index still loads, and the next save goes through."""
     old, _ = make(3)
     old.save(tmp_path / "index")
     new, _ = make(5)
@@ -174,7 +174,7 @@ def test_save_does_not_overwrite_unasked_nor_anything_else(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "other vectors", "other ids"])
 def test_a_damaged_index_is_refused(tmp_path, damage):
-    """A short, empty, missing or exchanged file is an error that names the directory, never a wrong answer."""
+    """A short, empty, missing or exchanged file is an error that names the directory."""
     root = make()[0].save(tmp_path / "index")
     other = make(19)[0].save(tmp_path / "other")
     file = root / ("ids.parquet" if damage == "other ids" else "vectors.faiss")

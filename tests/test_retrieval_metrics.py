@@ -59,13 +59,13 @@ def test_equals_five_line_brute_force(num_levels):
 
 
 def test_recall_and_hit_differ_with_two_gold_images():
-    """One of two gold images at rank 1: hit@1 = 1, recall@1 = 1/2; the other at rank 3: recall@5 = 1 (PITFALLS 9)."""
+    """PITFALLS 9: one of two gold images at rank 1, one at 3: hit@1 = 1, recall@1 = 1/2, recall@5 = 1."""
     mean = evaluate({"q": {"a": 3, "b": 2, "c": 1}}, {"q": ["a", "c"]}, ks=(1, 5)).mean
     assert (mean["hit@1"], mean["recall@1"], mean["hit@5"], mean["recall@5"]) == (1, 0.5, 1, 1)
 
 
 def test_missing_predictions_count_as_zero_and_are_named():
-    """Two of four queries answered, both right: recall@1 is 0.5, coverage 0.5; an empty ranking is missing too."""
+    """Two of four queries answered, both right: recall@1 = coverage = 0.5; an empty ranking is missing."""
     gold = {q: [q.upper()] for q in "abcd"}
     result = evaluate({"a": {"A": 1.0}, "c": {"C": 1.0}, "d": {}}, gold, ks=(1,))
     assert result.missing == ["b", "d"] and result.coverage == 0.5
@@ -78,7 +78,7 @@ def test_missing_predictions_count_as_zero_and_are_named():
 
 
 def test_tie_rules_bound_each_other():
-    """Four tied documents, gold `b`: by id it comes third (d, c, b, a); optimistic first, pessimistic last."""
+    """Four tied documents, gold `b`: by id it is third (d, c, b, a); optimistic first, pessimistic last."""
     run, gold = {"q": dict.fromkeys("abcd", 0.5)}, {"q": ["b"]}
     mrr = {
         ties: evaluate(run, gold, ks=(1,), ties=ties).mean["mrr"]
@@ -129,7 +129,7 @@ def test_all_faults_are_reported_at_once():
 
 
 def test_bootstrap_interval_is_the_normal_one_for_many_values():
-    """1,000 coin flips with mean 0.4: the 95 % interval is mean ± 1.96 √(0.24 / 1000) to 0.004, and repeatable."""
+    """1,000 flips of mean 0.4: the 95 % interval is mean ± 1.96 √(0.24 / 1000) to 0.004, and repeatable."""
     values = np.array([1.0] * 400 + [0.0] * 600)
     interval = bootstrap_interval(values, n=4000)
     half = 1.96 * np.sqrt(0.24 / 1000)

@@ -1,4 +1,4 @@
-"""The coarse stage: which images form the corpus, how they are embedded, and what comes back for a question."""
+"""The coarse stage: which images form the corpus, how they are embedded, what a question gets back."""
 
 from typing import Any
 
@@ -37,12 +37,18 @@ class ColourEncoder(Encoder):
     def tokenize(self, texts: Any) -> torch.Tensor:
         return torch.tensor([[int(colour in text) for colour in COLOURS] for text in texts])
 
+    def depth_of(self, name: str) -> int | None:
+        return None
+
+    def text_parameters(self) -> list[torch.nn.Parameter]:
+        return []
+
     def spec(self) -> dict[str, Any]:
         return {"class_path": "tests.ColourEncoder", "init_args": {}}
 
 
 class ListReader:
-    """Plain coloured images of several sizes by row id; ids named `bad…` are left out, as under policy `skip`."""
+    """Plain coloured images of several sizes by row id; ids `bad…` are left out, as under policy `skip`."""
 
     def read_many(self, rows):
         for number, row in enumerate(rows):
@@ -57,7 +63,7 @@ def rows(*ids):
 
 
 def test_bad_images_take_their_ids_with_them():
-    """Two of five images are left out: three ids and three vectors that still belong together (PITFALLS 8, 16)."""
+    """PITFALLS 8: two of five images are left out: three ids and three vectors that belong together."""
     ids, vectors = embed_images(
         ColourEncoder(), rows("bad-0", "red-0", "green-0", "bad-1", "blue-0"), ListReader(), batch_size=2
     )
@@ -67,7 +73,7 @@ def test_bad_images_take_their_ids_with_them():
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_batching_changes_nothing(batch_size):
-    """Every batch size gives the same embeddings, in batches no larger than asked, without an autograd graph."""
+    """Every batch size gives the same embeddings, in batches no larger than asked."""
     encoder = ColourEncoder()
     ids, vectors = embed_images(
         encoder, rows("red-0", "blue-1", "red-2", "green-3"), ListReader(), batch_size=batch_size
@@ -107,7 +113,7 @@ def retriever(captions=None):
 
 
 def test_candidates_come_in_order_with_cosine_rank_and_caption():
-    """ "green" finds the green image at cosine 1, rank 1; k beyond the corpus gives fewer, not Nones."""
+    """The green image comes first at cosine 1; k beyond the corpus gives fewer candidates, not Nones."""
     found = retriever({"green-0": "a lawn"}).candidates([Query("q", "what is green ?")], k=9)[0]
     assert [c.rank for c in found] == [1, 2, 3]
     assert (found[0].image_id, found[0].caption) == ("green-0", "a lawn") and found[1].caption == ""
@@ -169,7 +175,7 @@ def tables(tmp_path):
     ],
 )
 def test_corpora(tables, name, splits, ids, absent):
-    """Gold images once each; candidates with what is missing upstream named; full = every image of the split."""
+    """Gold images once each; candidates, naming what is missing upstream; full = every image of the split."""
     found = corpus(tables, name, splits=splits)
     assert [row["id"] for row in found.rows] == list(ids) and found.absent == absent
 
