@@ -8,14 +8,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
 from fovea.types import BoolArray, UInt8Array
+
+if TYPE_CHECKING:  # imported where it is used: preparing data and proposing masks need no torch
+    from torch import Tensor
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -274,13 +275,10 @@ class ImageTransform:
         x, y = offset
         resized = Image.fromarray(image).resize(target, Image.Resampling.BICUBIC, box=box)
         pixels[y : y + target[1], x : x + target[0]] = np.asarray(resized)
+        window = np.s_[y : y + target[1], x : x + target[0]]
         for t in range(count):
             assert masks is not None
-            # Box filter on 0..255, then a threshold at half cover: the object neither grows nor shifts.
-            soft = Image.fromarray(masks[t].astype(np.uint8) * 255).resize(
-                target, Image.Resampling.BOX, box=box
-            )
-            out[t, y : y + target[1], x : x + target[0]] = np.asarray(soft) >= 128
+            out[t][window] = _resize_mask(masks[t], target, box)
         return pixels, out
 
     def _geometry(
@@ -300,6 +298,26 @@ class ImageTransform:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [B, S, S, 3] → float32 [B, 3, S, S], mean and standard deviation applied."""
+        import torch
+
         mean = torch.tensor(self.mean, device=pixels.device) * 255
         std = torch.tensor(self.std, device=pixels.device) * 255
         return ((pixels.float() - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def _resize_mask(
+    mask: BoolArray, target: tuple[int, int], box: tuple[float, float, float, float]
+) -> UInt8Array:
+    """0/1 where half of the output pixel is covered: the object neither grows nor shifts.
+
+    An object too small for that keeps its best covered pixels, so that a region never loses its alpha
+    (unless it lies outside `box`).
+    """
+    soft = Image.fromarray(mask.astype(np.uint8) * 255).resize(target, Image.Resampling.BOX, box=box)
+    hard = (np.asarray(soft) >= 128).astype(np.uint8)
+    if hard.any() or not mask.any():
+        return hard
+    exact = Image.fromarray(mask.astype(np.float32)).resize(target, Image.Resampling.BOX, box=box)
+    cover = np.asarray(exact)
+    best: UInt8Array = ((cover >= cover.max()) & (cover > 0)).astype(np.uint8)
+    return best
