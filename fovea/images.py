@@ -22,7 +22,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 MAX_PIXELS = 178_956_970  # Pillow's own refusal: twice Image.MAX_IMAGE_PIXELS (a 512 MB RGB image)
-# Raster formats only: Pillow would hand an EPS to Ghostscript, and data sets come from strangers. JPEG opens MPO too.
+# Raster formats only: Pillow would hand an EPS to Ghostscript, and data comes from strangers. JPEG opens MPO.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "PPM", "JPEG2000", "ICO")
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -93,13 +93,12 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
                     f"{image.width}×{image.height} pixels are more than the cap of {max_pixels:,}; "
                     "scale the file down or raise max_pixels"
                 )
-            stored, orientation = (image.height, image.width), _orientation(image)
+            # Pillow turns a TIFF upright while it loads and drops the tag; others keep it. Asking a PNG for its
+            # EXIF loads the pixels, whose errors must not pass for a broken EXIF block: load first.
+            before = _orientation(image) if image.format == "TIFF" else None
             image.load()
-            # Pillow turns a TIFF upright while it loads and drops the tag; other formats keep it.
-            if orientation != 1 and _orientation(image) == orientation:
-                turned = image.transpose(_UPRIGHT[orientation])
-            else:
-                turned = image
+            orientation = before or _orientation(image)
+            turned = image if before or orientation == 1 else image.transpose(_UPRIGHT[orientation])
             pixels = np.array(_to_rgb(turned))
     except BadImage:
         raise
@@ -109,14 +108,15 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's plugins raise a dozen types on corrupt bytes; each means a bad file
+    except Exception as error:  # Pillow's plugins raise a dozen types on corrupt bytes: a bad file
         raise BadImage(f"{type(error).__name__}: {error}") from error
-    return Decoded(pixels, orientation, stored)
+    height, width = pixels.shape[:2]
+    return Decoded(pixels, orientation, (width, height) if orientation >= 5 else (height, width))
 
 
 def _orientation(image: Image.Image) -> int:
     try:
-        value = image.getexif().get(_ORIENTATION, 1)
+        value = int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # corrupt EXIF beside good pixels: cameras and editors write such files
         return 1
     return value if value in _UPRIGHT else 1
@@ -198,9 +198,7 @@ class ImageReader:
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror or error}") from error
         if len(data) != size:
-            raise BadImage(
-                f"the shard ends after {len(data)} of the image's {size} bytes (from offset {offset})"
-            )
+            raise BadImage(f"the shard ends after {len(data)} of the {size} bytes from offset {offset}")
         return data
 
     def decode(self, row: Mapping[str, Any]) -> Decoded:

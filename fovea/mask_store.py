@@ -1,9 +1,9 @@
 """Image id → regions, kept on disk: what a detector or segmenter found, computed once and resumably.
 
-A store is a directory; each key (what made the regions: detector, thresholds) has a folder of its own in it, so
-a changed setting never mixes with old rows. In the folder: `manifest.json` and append-only shards, one for
-every process that ever wrote. A row is one line, `<crc32> <json>`; a row cut short by a kill, or damaged later, is
-ignored and its image counts as missing. A reader may look while writers write.
+A store is a directory; each key (what made the regions: detector, thresholds) has a folder of its own in it,
+so a changed setting never mixes with old rows. In the folder: `manifest.json` and append-only shards, one for
+every process that ever wrote. A row is one line, `<crc32> <json>`; a row cut short by a kill, or damaged
+later, is ignored and its image counts as missing. A reader may look while writers write.
 """
 
 from __future__ import annotations

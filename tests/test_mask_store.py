@@ -65,7 +65,7 @@ def test_keys_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 40, -1])
 def test_a_row_cut_short_is_missing_and_nothing_else(tmp_path: Path, cut: int) -> None:
-    """Whatever byte a kill stopped at: earlier rows stay, the torn one is missing and can be appended again."""
+    """Whatever byte a kill stopped at: earlier rows stay, the torn one is missing, appending it works."""
     store = MaskStore(tmp_path, "k")
     store.append("whole", [_region(0)])
     (shard,) = store.directory.glob("*.rows")
