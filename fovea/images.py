@@ -93,8 +93,8 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
                     f"{image.width}×{image.height} pixels are more than the cap of {max_pixels:,}; "
                     "scale the file down or raise max_pixels"
                 )
-            # Pillow turns a TIFF upright while it loads and drops the tag; others keep it. Asking a PNG for its
-            # EXIF loads the pixels, whose errors must not pass for a broken EXIF block: load first.
+            # Pillow turns a TIFF upright while it loads and drops the tag; others keep it. Asking a PNG for
+            # its EXIF loads the pixels, whose errors must not pass for a broken EXIF block: load first.
             before = _orientation(image) if image.format == "TIFF" else None
             image.load()
             orientation = before or _orientation(image)
