@@ -88,9 +88,9 @@ def from_coco(segmentation: Any, height: int, width: int) -> RLE:
         runs = _uncompress(data)
     # pycocotools trusts the run lengths and writes past its buffer when they are wrong.
     if any(run < 0 for run in runs) or sum(runs) != height * width:
-        raise ValueError(
-            f"run lengths add up to {sum(runs)}; the image has {height}×{width} = {height * width} pixels"
-        )
+        pixels = f"{height}×{width} = {height * width}"
+        told = f"add up to {sum(runs)} (smallest: {min(runs, default=0)})"
+        raise ValueError(f"run lengths {told}; they must be at least 0 and cover {pixels} pixels")
     if isinstance(counts, list):
         rle: RLE = coco.frPyObjects({"size": [height, width], "counts": counts}, height, width)
         return rle
