@@ -101,7 +101,8 @@ def examine(root: str | Path, *, workers: int = 1, progress: Progress = silent) 
     report = Report()
     total = tables.table("images").num_rows
     split_of: dict[str, str] = {}
-    results = ordered_map(_read, ((str(root), row) for row in tables.rows("images")), workers=workers)
+    rows = ((str(root), row) for row in tables.rows("images"))
+    results = ordered_map(_read, rows, workers=workers if total > 200 else 1, chunk=16)
     for row, state, reason in progress(results, total):
         image_id, split = row["id"], row["split"]
         if image_id in split_of:

@@ -66,7 +66,7 @@ class Decoded:
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8Array:
-    """Image file → uint8 [H, W, 3], RGB, EXIF-upright.
+    """Image file → uint8 [H, W, 3], RGB, EXIF-upright; read-only, to save a copy.
 
     Every mode becomes RGB: transparent pixels are laid over white, deep grey is scaled (see
     `_grey_to_8_bit`), of an animation or a multi-page file the first frame counts. An unreadable EXIF block
@@ -99,7 +99,7 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
             image.load()
             orientation = before or _orientation(image)
             turned = image if before or orientation == 1 else image.transpose(_UPRIGHT[orientation])
-            pixels = np.array(_to_rgb(turned))
+            pixels = np.asarray(_to_rgb(turned))
     except BadImage:
         raise
     except UnidentifiedImageError as error:
@@ -266,7 +266,7 @@ class ImageTransform:
             )
         if (height, width) == (self.size, self.size):
             same = np.zeros((0, height, width), np.uint8) if masks is None else masks.astype(np.uint8)
-            return image, same
+            return image.copy(), same  # the caller may own it: decoded pixels are read-only
         box, target, offset = self._geometry(width, height)
         pixels = np.zeros((self.size, self.size, 3), np.uint8)
         out = np.zeros((count, self.size, self.size), np.uint8)

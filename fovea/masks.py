@@ -30,7 +30,8 @@ def encode(mask: BoolArray) -> RLE:
 
 def decode(rle: RLE) -> BoolArray:
     """RLE → bool [H, W]."""
-    return np.asarray(coco.decode(rle), order="C").astype(np.bool_)
+    mask: BoolArray = np.ascontiguousarray(coco.decode(rle)).view(np.bool_)  # its bytes are 0 and 1
+    return mask
 
 
 def decode_many(rles: Sequence[RLE], size: tuple[int, int] | None = None) -> BoolArray:
@@ -45,7 +46,8 @@ def decode_many(rles: Sequence[RLE], size: tuple[int, int] | None = None) -> Boo
     sizes = {tuple(rle["size"]) for rle in rles} | ({size} if size else set())
     if len(sizes) > 1:
         raise ValueError(f"masks of one image have one size; got {sorted(sizes)}")
-    return np.ascontiguousarray(coco.decode(list(rles)).transpose(2, 0, 1)).astype(np.bool_)
+    masks: BoolArray = np.ascontiguousarray(coco.decode(list(rles)).transpose(2, 0, 1)).view(np.bool_)
+    return masks
 
 
 def from_polygons(polygons: Sequence[Sequence[float]], height: int, width: int) -> RLE:

@@ -95,7 +95,7 @@ def _splits(text: str) -> dict[str, float]:
 def _progress(items: Iterable[Any], total: int) -> Iterable[Any]:
     from tqdm import tqdm
 
-    return tqdm(items, total=total, unit=" images", smoothing=0.1)
+    return tqdm(items, total=total, unit=" images", mininterval=0.5)
 
 
 def _coco(options: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def _world(options: argparse.Namespace) -> int:
 def _entities(options: argparse.Namespace) -> int:
     from datamodules import world_entities
 
-    config = _settings(world_entities.EntitiesConfig, options)
+    config = _settings(world_entities.EntityConfig, options)
     world_entities.build(options.out, config=config, workers=options.workers, overwrite=options.overwrite)
     return _doctor(argparse.Namespace(tables=options.out, workers=options.workers))
 
@@ -150,9 +150,10 @@ def _settings(kind: Any, options: argparse.Namespace) -> Any:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "config")
     try:
-        return parser.instantiate_classes(parser.parse_object({"config": values})).config
+        checked = parser.parse_object({"config": values}).config
     except jsonargparse.ArgumentError as error:
         raise ValueError(f"settings of {options.config or '--set'}: {error}") from error
+    return kind(**vars(checked))
 
 
 def _doctor(options: argparse.Namespace) -> int:
