@@ -108,6 +108,20 @@ def test_a_reader_sees_the_store_grow(tmp_path: Path) -> None:
     assert len(list(reader.directory.glob("*.rows"))) == 2
 
 
+def test_a_row_seen_half_written_is_found_once_it_is_whole(tmp_path: Path) -> None:
+    """A reader that looks in the middle of a write neither counts damage nor misses the row afterwards."""
+    store = MaskStore(tmp_path, "k")
+    store.append("1", [_region(1)])
+    store.append("2", [_region(2)])
+    (shard,) = store.directory.glob("*.rows")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-30])
+    reader = MaskStore(tmp_path, "k")
+    assert reader.missing("12") == ["2"] and reader.num_damaged == 0
+    shard.write_bytes(data)
+    assert _same(reader.get("2"), [_region(2)]) and reader.num_damaged == 0
+
+
 def _write_forever(path: Path, start: int) -> None:
     store = MaskStore(path, "k")
     for number in range(start, start + 100_000):
