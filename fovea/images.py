@@ -8,20 +8,21 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
 from fovea.types import BoolArray, UInt8Array
+
+if TYPE_CHECKING:  # imported where it is used: preparing data and proposing masks need no torch
+    from torch import Tensor
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 MAX_PIXELS = 178_956_970  # Pillow's own refusal: twice Image.MAX_IMAGE_PIXELS (a 512 MB RGB image)
-# Raster formats only: Pillow would hand an EPS to Ghostscript, and data sets come from strangers. JPEG opens MPO too.
+# Raster formats only: Pillow would hand an EPS to Ghostscript, and data comes from strangers. JPEG opens MPO.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "PPM", "JPEG2000", "ICO")
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -65,7 +66,7 @@ class Decoded:
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8Array:
-    """Image file → uint8 [H, W, 3], RGB, EXIF-upright.
+    """Image file → uint8 [H, W, 3], RGB, EXIF-upright; read-only, to save a copy.
 
     Every mode becomes RGB: transparent pixels are laid over white, deep grey is scaled (see
     `_grey_to_8_bit`), of an animation or a multi-page file the first frame counts. An unreadable EXIF block
@@ -92,14 +93,13 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
                     f"{image.width}×{image.height} pixels are more than the cap of {max_pixels:,}; "
                     "scale the file down or raise max_pixels"
                 )
-            stored, orientation = (image.height, image.width), _orientation(image)
+            # Pillow turns a TIFF upright while it loads and drops the tag; others keep it. Asking a PNG for
+            # its EXIF loads the pixels, whose errors must not pass for a broken EXIF block: load first.
+            before = _orientation(image) if image.format == "TIFF" else None
             image.load()
-            # Pillow turns a TIFF upright while it loads and drops the tag; other formats keep it.
-            if orientation != 1 and _orientation(image) == orientation:
-                turned = image.transpose(_UPRIGHT[orientation])
-            else:
-                turned = image
-            pixels = np.array(_to_rgb(turned))
+            orientation = before or _orientation(image)
+            turned = image if before or orientation == 1 else image.transpose(_UPRIGHT[orientation])
+            pixels = np.asarray(_to_rgb(turned))
     except BadImage:
         raise
     except UnidentifiedImageError as error:
@@ -108,14 +108,15 @@ def decode_with_orientation(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Dec
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's plugins raise a dozen types on corrupt bytes; each means a bad file
+    except Exception as error:  # Pillow's plugins raise a dozen types on corrupt bytes: a bad file
         raise BadImage(f"{type(error).__name__}: {error}") from error
-    return Decoded(pixels, orientation, stored)
+    height, width = pixels.shape[:2]
+    return Decoded(pixels, orientation, (width, height) if orientation >= 5 else (height, width))
 
 
 def _orientation(image: Image.Image) -> int:
     try:
-        value = image.getexif().get(_ORIENTATION, 1)
+        value = int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # corrupt EXIF beside good pixels: cameras and editors write such files
         return 1
     return value if value in _UPRIGHT else 1
@@ -197,9 +198,7 @@ class ImageReader:
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror or error}") from error
         if len(data) != size:
-            raise BadImage(
-                f"the shard ends after {len(data)} of the image's {size} bytes (from offset {offset})"
-            )
+            raise BadImage(f"the shard ends after {len(data)} of the {size} bytes from offset {offset}")
         return data
 
     def decode(self, row: Mapping[str, Any]) -> Decoded:
@@ -267,20 +266,17 @@ class ImageTransform:
             )
         if (height, width) == (self.size, self.size):
             same = np.zeros((0, height, width), np.uint8) if masks is None else masks.astype(np.uint8)
-            return image, same
+            return image.copy(), same  # the caller may own it: decoded pixels are read-only
         box, target, offset = self._geometry(width, height)
         pixels = np.zeros((self.size, self.size, 3), np.uint8)
         out = np.zeros((count, self.size, self.size), np.uint8)
         x, y = offset
         resized = Image.fromarray(image).resize(target, Image.Resampling.BICUBIC, box=box)
         pixels[y : y + target[1], x : x + target[0]] = np.asarray(resized)
+        window = np.s_[y : y + target[1], x : x + target[0]]
         for t in range(count):
             assert masks is not None
-            # Box filter on 0..255, then a threshold at half cover: the object neither grows nor shifts.
-            soft = Image.fromarray(masks[t].astype(np.uint8) * 255).resize(
-                target, Image.Resampling.BOX, box=box
-            )
-            out[t, y : y + target[1], x : x + target[0]] = np.asarray(soft) >= 128
+            out[t][window] = _resize_mask(masks[t], target, box)
         return pixels, out
 
     def _geometry(
@@ -300,6 +296,26 @@ class ImageTransform:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [B, S, S, 3] → float32 [B, 3, S, S], mean and standard deviation applied."""
+        import torch
+
         mean = torch.tensor(self.mean, device=pixels.device) * 255
         std = torch.tensor(self.std, device=pixels.device) * 255
         return ((pixels.float() - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def _resize_mask(
+    mask: BoolArray, target: tuple[int, int], box: tuple[float, float, float, float]
+) -> UInt8Array:
+    """0/1 where half of the output pixel is covered: the object neither grows nor shifts.
+
+    An object too small for that keeps its best covered pixels, so that a region never loses its alpha
+    (unless it lies outside `box`).
+    """
+    soft = Image.fromarray(mask.astype(np.uint8) * 255).resize(target, Image.Resampling.BOX, box=box)
+    hard = (np.asarray(soft) >= 128).astype(np.uint8)
+    if hard.any() or not mask.any():
+        return hard
+    exact = Image.fromarray(mask.astype(np.float32)).resize(target, Image.Resampling.BOX, box=box)
+    cover = np.asarray(exact)
+    best: UInt8Array = ((cover >= cover.max()) & (cover > 0)).astype(np.uint8)
+    return best

@@ -30,7 +30,8 @@ def encode(mask: BoolArray) -> RLE:
 
 def decode(rle: RLE) -> BoolArray:
     """RLE → bool [H, W]."""
-    return np.asarray(coco.decode(rle), order="C").astype(np.bool_)
+    mask: BoolArray = np.ascontiguousarray(coco.decode(rle)).view(np.bool_)  # its bytes are 0 and 1
+    return mask
 
 
 def decode_many(rles: Sequence[RLE], size: tuple[int, int] | None = None) -> BoolArray:
@@ -45,7 +46,8 @@ def decode_many(rles: Sequence[RLE], size: tuple[int, int] | None = None) -> Boo
     sizes = {tuple(rle["size"]) for rle in rles} | ({size} if size else set())
     if len(sizes) > 1:
         raise ValueError(f"masks of one image have one size; got {sorted(sizes)}")
-    return np.ascontiguousarray(coco.decode(list(rles)).transpose(2, 0, 1)).astype(np.bool_)
+    masks: BoolArray = np.ascontiguousarray(coco.decode(list(rles)).transpose(2, 0, 1)).view(np.bool_)
+    return masks
 
 
 def from_polygons(polygons: Sequence[Sequence[float]], height: int, width: int) -> RLE:
@@ -88,9 +90,9 @@ def from_coco(segmentation: Any, height: int, width: int) -> RLE:
         runs = _uncompress(data)
     # pycocotools trusts the run lengths and writes past its buffer when they are wrong.
     if any(run < 0 for run in runs) or sum(runs) != height * width:
-        raise ValueError(
-            f"run lengths add up to {sum(runs)}; the image has {height}×{width} = {height * width} pixels"
-        )
+        pixels = f"{height}×{width} = {height * width}"
+        told = f"add up to {sum(runs)} (smallest: {min(runs, default=0)})"
+        raise ValueError(f"run lengths {told}; they must be at least 0 and cover {pixels} pixels")
     if isinstance(counts, list):
         rle: RLE = coco.frPyObjects({"size": [height, width], "counts": counts}, height, width)
         return rle

@@ -1,0 +1,38 @@
+"""The benchmark harness: turn about, ratios of neighbours, and a verdict that follows the demand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from harness import Comparison, compare  # noqa: E402
+
+
+def test_ratio_by_hand() -> None:
+    """Ours 1, 2, 4 s; the other 2, 2, 2 s: ratios 2, 1, 0.5, median 1; 10 items: median speeds 5 and 5
+    items/s.
+    """
+    made = Comparison("job", ("ours", "other"), ((1.0, 2.0, 4.0), (2.0, 2.0, 2.0)), 10, "items", 1.1)
+    assert made.ratios == [2.0, 1.0, 0.5] and made.ratio == 1.0 and not made.ok
+    text = made.text()
+    assert (
+        "5.0 items/s  (2.5 – 10.0)" in text
+        and "1.000×  (0.500 – 2.000, 3 rounds)" in text
+        and "MISSED" in text
+    )
+    assert Comparison("job", ("a", "b"), ((1.0,), (1.1,)), 1, "x", 1.1).ok
+    assert Comparison("job", ("a", "b"), ((1.0,), (0.1,)), 1, "x", None).ok
+
+
+def test_both_sides_take_turns() -> None:
+    """One warm-up each, then A B, B A, A B: no side always runs first."""
+    calls: list[str] = []
+    made = compare(
+        "job", ("a", lambda: calls.append("a")), ("b", lambda: calls.append("b")), items=1, unit="x", rounds=3
+    )
+    assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
+    assert len(made.seconds[0]) == len(made.seconds[1]) == 3
+    assert made.ratio == pytest.approx(sorted(made.ratios)[1])

@@ -1,0 +1,180 @@
+"""Tables → mask store: resumable, the same whatever was killed, and wrong arguments are named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fovea import masks
+from fovea.mask_store import MaskStore
+from fovea.models.detectors import Felzenszwalb
+from fovea.tables import TableWriter
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, str(ROOT / "scripts/precompute_masks.py")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables of 40 random block pictures of 48 px, splits a and b, and a uniform one without any region."""
+    root = tmp_path_factory.mktemp("pictures") / "tables"
+    rng = np.random.default_rng(0)
+    with TableWriter(root) as writer:
+        for number in range(41):
+            blocks = (
+                rng.integers(0, 255, (4, 4, 3), np.uint8) if number < 40 else np.full((4, 4, 3), 90, np.uint8)
+            )
+            pixels = blocks.repeat(12, 0).repeat(12, 1)
+            Image.fromarray(pixels).save(writer.directory / f"{number}.png")
+            row = {"id": f"i{number}", "path": f"{number}.png", "width": 48, "height": 48}
+            writer.add("images", **row, split="a" if number < 30 else "b")
+        writer.finish({"reader": "test"})
+    return root
+
+
+def _content(store: MaskStore) -> dict[str, Any]:
+    return {
+        image_id: [(region.id, region.box.tolist(), region.mask) for region in regions]
+        for image_id, regions in store.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(pictures: Path) -> MaskStore:
+    """The store that an uninterrupted run writes, split by split."""
+    out = pictures.parent / "whole"
+    first = _run("--tables", pictures, "--out", out, "--splits", "a", "--workers", 1)
+    assert first.returncode == 0, first.stderr
+    assert "0 of 30 images are in" in first.stdout and "30 images added, 0 images unreadable" in first.stdout
+    second = _run("--tables", pictures, "--out", out, "--workers", 1)
+    assert "30 of 41 images are in" in second.stdout and "11 images added" in second.stdout
+    return MaskStore.open(out)
+
+
+def test_the_store_holds_what_the_detector_proposes(pictures: Path, whole: MaskStore) -> None:
+    """Every image has a row, under the detector's key, with its masks and their tight boxes; none is a
+    result.
+    """
+    detector = Felzenszwalb()
+    assert whole.key == detector.key and len(whole) == 41
+    assert whole.get("i40") == []
+    for number in (0, 35):
+        proposed = detector.propose(np.asarray(Image.open(pictures / f"{number}.png")))
+        stored = whole.get(f"i{number}")
+        assert np.array_equal(masks.decode_many([region.mask or {} for region in stored]), proposed)
+        assert [region.box.tolist() for region in stored] == [
+            masks.to_box(mask).tolist() for mask in proposed
+        ]
+        assert len({region.id for region in stored}) == len(stored) > 0
+
+
+def test_a_second_run_does_nothing(pictures: Path, whole: MaskStore) -> None:
+    """What is there is not done again: no shard is added."""
+    shards = sorted(whole.directory.glob("*.rows"))
+    again = _run("--tables", pictures, "--out", whole.path)
+    assert again.returncode == 0 and "41 of 41 images are in" in again.stdout
+    assert sorted(whole.directory.glob("*.rows")) == shards
+
+
+# Slow enough to be killed in the middle; importable by the workers through PYTHONPATH.
+_SLOW = """
+import time
+from fovea.models.detectors import Felzenszwalb
+class Slow:
+    key = Felzenszwalb().key
+    def propose(self, image):
+        time.sleep(0.05)
+        return Felzenszwalb().propose(image)
+"""
+
+
+def test_killed_and_run_again_equals_uninterrupted(pictures: Path, whole: MaskStore, tmp_path: Path) -> None:
+    """Two workers, the run killed with SIGKILL half-way: the workers end with it, what is there is kept, the
+    next run does the rest, and the store equals an uninterrupted run's.
+    """
+    (tmp_path / "slow.py").write_text(_SLOW)
+    command = [*COMMAND, "--tables", str(pictures), "--out", str(tmp_path / "store"), "--workers", "2"]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    process = subprocess.Popen(
+        [*command, "--detector", "slow.Slow"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    store = MaskStore(tmp_path / "store", whole.key)
+    deadline = time.monotonic() + 60
+    while len(store) < 12 and time.monotonic() < deadline:
+        store.refresh()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)
+    store.refresh()
+    done = len(store)
+    assert 12 <= done < 41 and store.num_damaged == 0
+    time.sleep(0.5)
+    store.refresh()
+    assert len(store) == done, "workers go on after their parent was killed"
+    rest = _run("--tables", pictures, "--out", tmp_path / "store", "--workers", 2)
+    assert rest.returncode == 0 and f"{done} of 41 images are in" in rest.stdout
+    assert _content(MaskStore.open(tmp_path / "store")) == _content(whole)
+
+
+def test_unreadable_images(pictures: Path, tmp_path: Path) -> None:
+    """`fail` names the image and the way on; `skip` does the others and lists the bad one with its reason."""
+    root = tmp_path / "tables"
+    with TableWriter(root) as writer:
+        for number, name in enumerate((pictures / "0.png", tmp_path / "gone.png")):
+            writer.add("images", id=f"i{number}", path=str(name), width=48, height=48)
+        writer.finish({"reader": "test"})
+    failed = _run("--tables", root, "--out", tmp_path / "store")
+    assert failed.returncode == 2 and "gone.png): no such file; --policy skip" in failed.stderr
+    skipped = _run("--tables", root, "--out", tmp_path / "store", "--policy", "skip")
+    assert skipped.returncode == 0 and "1 images unreadable" in skipped.stdout
+    assert MaskStore.open(tmp_path / "store").ids() == ["i0"]
+    assert (tmp_path / "store/bad_images.jsonl").read_text() == '{"id": "i1", "reason": "no such file"}\n'
+
+
+@pytest.mark.parametrize(
+    "arguments,reason",
+    [
+        (["--splits", "a,z"], r"--splits z: not in .*\['a', 'b'\]"),
+        (["--detector", "Nope"], "no attribute 'Nope'"),
+        (["--detector", "no.such.module.Class"], "No module named"),
+        (["--set", "scale=3"], "unexpected keyword argument 'scale'"),
+        (["--set", "scales"], "NAME=VALUE"),
+        (["--set", "min_size=0"], "min_size=0 must be at least 1"),
+    ],
+)
+def test_wrong_arguments(pictures: Path, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    """Each wrong argument ends at once with one line that names it."""
+    import re
+
+    result = _run("--tables", pictures, "--out", tmp_path / "store", *arguments)
+    assert result.returncode == 2 and re.search(reason, result.stderr)
+    assert len(result.stderr.strip().splitlines()) == 1 and not (tmp_path / "store").exists()
+
+
+def test_detector_arguments_change_the_key(pictures: Path, tmp_path: Path) -> None:
+    """Other settings are another key in the same store; nothing of the old one is touched."""
+    for settings in ([], ["--set", "scales=[50]", "--set", "min_size=5"]):
+        result = _run(
+            "--tables", pictures, "--splits", "b", "--out", tmp_path / "s", "--workers", 1, *settings
+        )
+        assert result.returncode == 0, result.stderr
+    assert MaskStore.keys(tmp_path / "s") == sorted([Felzenszwalb().key, Felzenszwalb((50,), 0.5, 5).key])
