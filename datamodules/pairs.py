@@ -24,7 +24,7 @@ Partner = Literal["text", "picture"]
 
 
 def stable_id(text: str) -> int:
-    """A 63-bit hash of a text, the same in every process: equal ids are equal things in `losses.positives`."""
+    """A 63-bit hash of a text, the same in every process: equal ids mean equal things (`losses.positives`)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -53,12 +53,14 @@ class _Pictures:
 class PairDataset(Dataset[PairBatch]):
     """Training pairs, fetched a whole batch at a time.
 
-    One sample is one image with one of its texts and up to `max_regions` of its regions. Every random choice is a
-    function of (seed, epoch, sample), whatever worker makes it.
+    One sample is one image with one of its texts and up to `max_regions` of its regions. Every random choice
+    is a function of (seed, epoch, sample), whatever worker makes it.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], pictures: _Pictures, module: PairData, encoder: Any) -> None:
-        """`rows`: `{"image": images row, "queries": [Query], "regions": [regions row], "partners": [images row]}`."""
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], pictures: _Pictures, module: PairData, encoder: Any
+    ) -> None:
+        """Rows are `{"image": row, "queries": [Query], "regions": [row], "partners": [images row]}`."""
         self.rows, self.pictures, self.data = rows, pictures, module
         self.transform: ImageTransform = encoder.transform
         self.tokenizer: Callable[[Sequence[str]], Tensor] = encoder.tokenizer
@@ -216,7 +218,7 @@ class PairData(L.LightningDataModule):
             partner: `text` pairs an image with its queries' texts, `picture` with the query's own picture.
             max_regions: regions of an image in a batch (T of eq. 6 is at most this); 0 trains plain CLIP.
             region_text: pair a region with its phrase or with the whole question.
-            full_image_rate: share of regional pairs replaced by the full image with alpha = 1 (10 % in the paper).
+            full_image_rate: share of regional pairs replaced by the whole image with alpha 1 (10 % in the paper).
             background: `remove` blacks out what is outside the mask, `keep` leaves it to the alpha channel.
             crop: cut a region out of the image (else the region stays in its place in the full frame).
             margin: of the cut, in sides of the region.
@@ -235,7 +237,11 @@ class PairData(L.LightningDataModule):
         self.background, self.crop, self.margin, self.min_crop = background, crop, margin, min_crop
         self.cache_images, self.bad_images, self.num_workers = cache_images, bad_images, num_workers
         present = set(self.tables.table("queries").column("split").to_pylist())
-        absent = [f"{k}={v!r}" for k, v in {"train_split": train_split, "val_split": val_split}.items() if v not in present]
+        absent = [
+            f"{k}={v!r}"
+            for k, v in {"train_split": train_split, "val_split": val_split}.items()
+            if v not in present
+        ]
         if absent:
             raise ValueError(f"{', '.join(absent)}: no such split in {tables}; it has {sorted(present)}")
         if max_regions and partner == "picture":
@@ -246,7 +252,9 @@ class PairData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Join the tables for this rank."""
         if getattr(self.trainer, "_accelerator_connector").use_distributed_sampler:  # noqa: B009
-            raise ValueError("set trainer.use_distributed_sampler=false: this DataModule shards by itself, exactly")
+            raise ValueError(
+                "set trainer.use_distributed_sampler=false: this DataModule shards by itself, exactly"
+            )
         encoder = self.trainer.lightning_module.encoder
         assert encoder is not None
         images = {row["id"]: row for row in self.tables.rows("images")}

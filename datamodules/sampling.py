@@ -1,4 +1,4 @@
-"""Dataset size → indices of this rank: seeded, resumable in the middle of an epoch, never padded in evaluation."""
+"""Dataset size → indices of this rank: seeded, resumable inside an epoch, never padded in evaluation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from torch.utils.data import Sampler
 
 
 class EpochSampler(Sampler[int]):
-    """Indices of one rank for one epoch, as `epoch · size + index`, so that a worker knows the epoch of each sample.
+    """Indices of one rank for one epoch, as `epoch · size + index`, so that a worker knows the epoch of each
+    sample.
 
-    All ranks permute alike and take every `world_size`-th index. The last incomplete round is dropped, so ranks stay
-    even. The order is a function of (seed, epoch) alone: a resumed run skips what the killed one had seen.
+    All ranks permute alike and take every `world_size`-th index. The last incomplete round is dropped, so
+    ranks stay even. The order is a function of (seed, epoch) alone: a resumed run skips what the killed one
+    had seen.
     """
 
-    def __init__(self, size: int, *, seed: int, rank: int = 0, world_size: int = 1, shuffle: bool = True) -> None:
+    def __init__(
+        self, size: int, *, seed: int, rank: int = 0, world_size: int = 1, shuffle: bool = True
+    ) -> None:
         self.size, self.seed, self.rank, self.world_size, self.shuffle = size, seed, rank, world_size, shuffle
         self.epoch = 0
         self._skip: dict[int, int] = {}

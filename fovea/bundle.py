@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 def fingerprint(state: nn.Module | Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over names, types, shapes and bytes of all weights: what an index or a cache was made with."""
+    """SHA-256 (hex) over names, types, shapes and bytes of all weights: what a cache was made with."""
     tensors = state.state_dict() if isinstance(state, nn.Module) else state
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -36,7 +36,7 @@ def fingerprint(state: nn.Module | Mapping[str, Tensor]) -> str:
 
 
 def build(spec: Mapping[str, Any]) -> Any:
-    """Rebuild an architecture from `{"class_path", "init_args"}`; only factories of this package are called."""
+    """Rebuild an architecture from `{"class_path", "init_args"}`; only this package's factories are called."""
     module, _, name = str(spec["class_path"]).rpartition(".")
     if not module.startswith("fovea."):
         raise ValueError(f"bundle: class_path {spec['class_path']} is not of this package; refused")
@@ -56,7 +56,11 @@ def save_encoder(encoder: Encoder, path: str | Path, *, provenance: dict[str, An
 
 
 def save_state(
-    spec: Mapping[str, Any], state: Mapping[str, Tensor], path: str | Path, *, provenance: dict[str, Any] | None = None
+    spec: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    provenance: dict[str, Any] | None = None,
 ) -> Path:
     """`save_encoder` for a state dict that is not in a module (an exporter that has only a checkpoint)."""
     from safetensors.torch import save_file
@@ -107,8 +111,8 @@ def load_encoder(path: str | Path, alpha: bool = False, image_size: int | None =
 
     Raises:
         FileNotFoundError: no bundle there.
-        ValueError: wrong format, a tensor missing, unexpected or of another shape, or weights that do not hash to the
-            recorded fingerprint.
+        ValueError: wrong format, a tensor missing, unexpected or of another shape, or weights that do not
+            hash to the recorded fingerprint.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -116,7 +120,9 @@ def load_encoder(path: str | Path, alpha: bool = False, image_size: int | None =
     config = read_config(path)
     if image_size is not None:
         if "image_size" not in config["encoder"]["init_args"]:
-            raise ValueError(f"image_size={image_size}: the encoder in {path} has position embeddings of a fixed size")
+            raise ValueError(
+                f"image_size={image_size}: the encoder in {path} has position embeddings of a fixed size"
+            )
         config["encoder"]["init_args"]["image_size"] = image_size
     encoder: Encoder = build(config["encoder"])
     weights = Path(path) / "model.safetensors"
@@ -126,7 +132,9 @@ def load_encoder(path: str | Path, alpha: bool = False, image_size: int | None =
         raise ValueError(f"{weights} is damaged ({error}); export it again") from error
     load_strict(encoder, state, weights)
     if fingerprint(encoder) != config["fingerprint"]:
-        raise ValueError(f"{weights} is not the file that {path}/config.json was written for; export it again")
+        raise ValueError(
+            f"{weights} is not the file that {path}/config.json was written for; export it again"
+        )
     if alpha:
         if not isinstance(encoder, ClipEncoder):
             raise TypeError(f"{path} holds a {type(encoder).__name__}, which takes no alpha branch")

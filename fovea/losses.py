@@ -1,4 +1,5 @@
-"""Losses as the papers print them: pure functions of tensors, fp32 inside, no collectives (the caller gathers).
+"""Losses as the papers print them: pure functions of tensors, fp32 inside, no collectives (the caller
+gathers).
 
 Shape letters as in `fovea.types`; `n` rows of this process, `N` rows of all processes.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 def positives(left_ids: Tensor, right_ids: Tensor) -> Tensor:
     """Which pairs (i, j) describe the same thing: any of i's ids equals the same-named id of j.
 
-    Two rows of a batch with the same image, or with the same text, are not negatives of each other (PITFALLS 4).
+    Two rows of a batch with the same image, or with the same text, are not negatives of each other (PITFALLS
+    4).
 
     Args:
         left_ids: int64 [n, A], A ids a row (for CLIP: image id and text id).
@@ -26,9 +28,10 @@ def positives(left_ids: Tensor, right_ids: Tensor) -> Tensor:
 
 
 def nce_rows(anchors: Tensor, others: Tensor, logit_scale: Tensor, positive: Tensor) -> Tensor:
-    """One direction of InfoNCE with several positives a row: cross-entropy against the uniform law over the positives.
+    """One direction of InfoNCE with several positives a row: cross-entropy against the uniform law over the
+    positives.
 
-    `ℓ_i = −(1/|P_i|) Σ_{j∈P_i} log softmax_j(s · cos(a_i, o_j))`, with s = exp(logit_scale). With one positive a row it
+    `ℓ_i = −(1/|P_i|) Σ_{j∈P_i} log softmax_j(s · cos(a_i, o_j))`, s = exp(logit_scale). With one positive it
     is the usual InfoNCE (HuLiRAG eq. 6; CLIP); with several, its optimum holds them at equal distance.
 
     Args:
@@ -57,7 +60,7 @@ def weighted_info_nce(
 ) -> Tensor:
     """Symmetric InfoNCE of this process's rows against all rows, as a weighted sum.
 
-    With `weights` = 1/N and one process this is CLIP's loss. Over several processes the sum of the results is the loss
+    With `weights` = 1/N and one process this is CLIP's loss. Over several processes the results sum to the loss
     of the whole batch: nothing is computed twice.
 
     Args:
@@ -74,7 +77,8 @@ def weighted_info_nce(
     """
     forward = nce_rows(left, all_right, logit_scale, positive)
     backward = nce_rows(right, all_left, logit_scale, positive)
-    return (weights * (forward + backward) / 2).sum()
+    total: Tensor = (weights * (forward + backward) / 2).sum()
+    return total
 
 
 def info_nce(left: Tensor, right: Tensor, logit_scale: Tensor, positive: Tensor | None = None) -> Tensor:
@@ -93,7 +97,8 @@ def info_nce(left: Tensor, right: Tensor, logit_scale: Tensor, positive: Tensor 
 
 
 def regional_weights(image_ids: Tensor) -> Tensor:
-    """Weights that make a sum over regional pairs the mean over images of the mean over their T regions (eq. 6).
+    """Weights that make a sum over regional pairs the mean over images of the mean over their T regions (eq.
+    6).
 
     Args:
         image_ids: int64 [M], the image of each regional pair.

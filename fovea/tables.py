@@ -1,7 +1,7 @@
 """Canonical tables: the one on-disk layout that every reader writes and every DataModule reads.
 
-A directory with `images.parquet`, `queries.parquet`, `regions.parquet`, `passages.parquet` and `manifest.json`. Pixels
-stay where they are: an images row names a file, or a byte range of a tar shard.
+A directory with `images.parquet`, `queries.parquet`, `regions.parquet`, `passages.parquet` and
+`manifest.json`. Pixels stay where they are: an images row names a file, or a byte range of a tar shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fovea.types import Query
 VERSION = 1
 _IDS = pa.list_(pa.string())
 SCHEMAS: dict[str, pa.Schema] = {
-    # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. Width and height are EXIF-upright.
+    # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. Width and height are
+    # EXIF-upright.
     "images": pa.schema(
         [("id", pa.string()), ("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64())]
         + [("width", pa.int32()), ("height", pa.int32()), ("caption", pa.string()), ("entity", pa.string())]
@@ -34,7 +35,12 @@ SCHEMAS: dict[str, pa.Schema] = {
     # box: xyxy pixels of the EXIF-upright original; rle: COCO compressed counts for a mask of height × width.
     "regions": pa.schema(
         [("id", pa.string()), ("image_id", pa.string()), ("label", pa.string()), ("phrase", pa.string())]
-        + [("box", pa.list_(pa.float32())), ("height", pa.int32()), ("width", pa.int32()), ("rle", pa.binary())]
+        + [
+            ("box", pa.list_(pa.float32())),
+            ("height", pa.int32()),
+            ("width", pa.int32()),
+            ("rle", pa.binary()),
+        ]
         + [("iscrowd", pa.bool_()), ("source", pa.string())]
     ),
     "passages": pa.schema(
@@ -45,8 +51,8 @@ SCHEMAS: dict[str, pa.Schema] = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "images": {"offset": -1, "size": -1, "caption": "", "entity": None, "source": "", "split": ""},
     "queries": {
-        "image_id": None, "answers": (), "gold_image_ids": (), "gold_passage_ids": (), "candidate_image_ids": (),
-        "split": "", "kind": "question",
+        "image_id": None, "answers": (), "gold_image_ids": (), "gold_passage_ids": (), "candidate_image_ids":
+        (), "split": "", "kind": "question",
     },
     "regions": {"label": "", "phrase": "", "rle": None, "iscrowd": False, "source": ""},
     "passages": {"title": "", "entity": None, "image_id": None, "source": ""},
@@ -54,10 +60,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class TableWriter:
-    """Streams rows into a hidden sibling of `root` and moves it into place at `finish`: no half-written tables.
+    """Streams rows into a hidden sibling of `root` and moves it into place at `finish`: no half-written
+    tables.
 
-    Use as a context manager; leaving it without `finish` removes what was written. Files that belong to the tables
-    (tar shards) go under `directory` before `finish`, with paths relative to it.
+    Use as a context manager; leaving it without `finish` removes what was written. Files that belong to the
+    tables (tar shards) go under `directory` before `finish`, with paths relative to it.
     """
 
     def __init__(self, root: str | Path, *, overwrite: bool = False, rows_per_group: int = 4096) -> None:
@@ -69,17 +76,20 @@ class TableWriter:
         self.directory.mkdir(parents=True)
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
         self._writers = {
-            name: pq.ParquetWriter(self.directory / f"{name}.parquet", schema) for name, schema in SCHEMAS.items()
+            name: pq.ParquetWriter(self.directory / f"{name}.parquet", schema)
+            for name, schema in SCHEMAS.items()
         }
         self._rows_per_group = rows_per_group
         self.counts = dict.fromkeys(SCHEMAS, 0)
 
     def add(self, table: str, **row: Any) -> None:
-        """Append one row; absent columns take the schema's default, an unknown or missing one raises KeyError."""
+        """Append one row; optional columns have defaults, an unknown or missing one raises KeyError."""
         full = _DEFAULTS[table] | row
         names = set(SCHEMAS[table].names)
         if set(full) != names:
-            raise KeyError(f"{table}: unknown {sorted(set(full) - names)}, missing {sorted(names - set(full))}")
+            raise KeyError(
+                f"{table}: unknown {sorted(set(full) - names)}, missing {sorted(names - set(full))}"
+            )
         self._rows[table].append(full)
         self.counts[table] += 1
         if len(self._rows[table]) >= self._rows_per_group:
@@ -129,7 +139,8 @@ class Tables:
         self.manifest: dict[str, Any] = json.loads(path.read_text())
         if self.manifest.get("version") != VERSION:
             raise ValueError(
-                f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; run scripts/prepare.py again"
+                f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; "
+                "run scripts/prepare.py again"
             )
         self._cache: dict[str, pa.Table] = {}
 

@@ -1,8 +1,8 @@
 """The domain types: what passes between the stages.
 
-Shape letters used everywhere: `B` batch, `N` images in the corpus, `K` candidates kept, `T` phrases (regions) of one
-query, `R` query-free regions of one image, `D` embedding width, `P` patches, `S` side of the square model input in
-pixels, `L` tokens of a text, `H`/`W` height and width of an image in pixels.
+Shape letters used everywhere: `B` batch, `N` images in the corpus, `K` candidates kept, `T` phrases (regions)
+of one query, `R` query-free regions of one image, `D` embedding width, `P` patches, `S` side of the square
+model input in pixels, `L` tokens of a text, `H`/`W` height and width of an image in pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
 
-# The rows of the fusion table (METHOD.md 1.5). `learned` is whichever calibration the run chose as its default.
+# The rows of the fusion table (METHOD.md 1.5). `learned` is whichever calibration the run chose as its
+# default.
 FUSIONS = ("global", "local", "local_eq5", "add", "multiply", "eq9", "ranking", "learned")
 
 
@@ -95,7 +96,8 @@ class Region:
         mask: COCO RLE of the EXIF-upright original, or None when only the box is known.
         phrase_id: the phrase it grounds, or None for a query-free region.
         label: category or phrase it was annotated with, or empty.
-        scores: named scores, e.g. `detector` in [0, 1], `similarity` cosine in [-1, 1], `weight` (eq. 4) in [0, 1].
+        scores: named scores, e.g. `detector` in [0, 1], `similarity` cosine in [-1, 1], `weight` (eq. 4) in
+            [0, 1].
     """
 
     id: str

@@ -1,7 +1,7 @@
 """Contrastive training: CLIP, Alpha-CLIP (HuLiRAG eq. 6) and image–image pairs, by one module.
 
-What is trained follows from the batch: whole images only are CLIP; whole images and regions with their masks are
-Alpha-CLIP; pictures on both sides are image–image InfoNCE (RoRA-VLM's entity retriever).
+What is trained follows from the batch: whole images only are CLIP; whole images and regions with their masks
+are Alpha-CLIP; pictures on both sides are image–image InfoNCE (RoRA-VLM's entity retriever).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class AlphaClip(L.LightningModule):
         """Refuse what would silently train something else."""
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} does not add negatives to "
-                "InfoNCE; use a larger data.batch_size (or more ranks) and leave it at 1"
+                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} does not add "
+                "negatives to InfoNCE; use a larger data.batch_size (or more ranks) and leave it at 1"
             )
 
     def embed(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
@@ -77,10 +77,11 @@ class AlphaClip(L.LightningModule):
         return self.encoder.encode_image(self.encoder.transform.normalise(pixels), mask)
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """The whole batch's global and regional terms of eq. 6, as this rank's share times the number of ranks.
+        """The whole batch's global and regional terms of eq. 6, as this rank's share times the number of
+        ranks.
 
-        DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is that of
-        one process with the whole batch.
+        DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is
+        that of one process with the whole batch.
         """
         left = self.embed(batch.pixels, batch.alpha, None)
         right = self.embed(batch.partner_pixels, None, batch.tokens)
@@ -89,7 +90,12 @@ class AlphaClip(L.LightningModule):
             ids, image_ids = batch.ids[part], batch.image_ids[part]
             count = torch.tensor([len(ids)], device=left.device)
             all_left, all_right, all_ids, all_image_ids, owner = gather_rows(
-                self, left[part], right[part], ids, image_ids, torch.full((len(ids),), self.global_rank).to(count)
+                self,
+                left[part],
+                right[part],
+                ids,
+                image_ids,
+                torch.full((len(ids),), self.global_rank).to(count),
             )
             if len(all_ids) == 0:
                 terms.append(left.sum() * 0)
@@ -117,8 +123,9 @@ class AlphaClip(L.LightningModule):
         loss = whole + self.hparams["region_weight"] * regional
         if not torch.isfinite(loss):
             raise FloatingPointError(
-                f"loss is {loss.item()} (global {whole.item()}, regional {regional.item()}) at step {self.global_step}; "
-                f"logit scale {self.encoder.logit_scale.exp().item():.1f}; rows of this batch: {', '.join(batch.names[:32])}"
+                f"loss is {loss.item()} (global {whole.item()}, regional {regional.item()}) at step "
+                f"{self.global_step}; logit scale {self.encoder.logit_scale.exp().item():.1f}; "
+                f"rows of this batch: {', '.join(batch.names[:32])}"
             )
         figures = {"train/loss": loss, "train/loss_global": whole, "train/loss_regional": regional}
         figures["train/logit_scale"] = self.encoder.logit_scale.exp()
@@ -140,8 +147,11 @@ class AlphaClip(L.LightningModule):
         self._gallery.setdefault(dataloader_idx, []).append((embedded, batch.ids))
 
     def on_validation_epoch_end(self) -> None:
-        """Recall at 1, 5 and 20 of the whole gallery, exact on any number of ranks (no padding, no duplicates)."""
-        empty = (torch.zeros(0, self.encoder.embed_dim, device=self.device), torch.zeros(0, dtype=torch.int64).to(self.device))
+        """Recall at 1, 5 and 20 of the whole gallery, exact on any number of ranks."""
+        empty = (
+            torch.zeros(0, self.encoder.embed_dim, device=self.device),
+            torch.zeros(0, dtype=torch.int64).to(self.device),
+        )
         sides = []
         for side in (0, 1):
             rows = self._gallery.get(side) or [empty]

@@ -11,8 +11,8 @@ from torch import Tensor
 def gather_rows(module: L.LightningModule, *rows: Tensor) -> list[Tensor]:
     """Concatenate each tensor's rows over all ranks; gradients flow back to the rank that made a row.
 
-    Ranks may hold different numbers of rows (the last batch): rows are padded to the largest count for the collective
-    and cut again after it. Every rank must call this, with the same number of tensors.
+    Ranks may hold different numbers of rows (the last batch): rows are padded to the largest count for the
+    collective and cut again after it. Every rank must call this, with the same number of tensors.
 
     Args:
         module: gives the collective and the world size.

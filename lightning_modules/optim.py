@@ -26,10 +26,13 @@ def encoder_groups(
 
     Args:
         encoder: the model; parameters without `requires_grad` are left out.
-        lr: learning rate of the stem (`deeper_smaller`) or of the last layer (`deeper_larger`), and of the text tower.
+        lr: learning rate of the stem (`deeper_smaller`) or of the last layer (`deeper_larger`), and of the
+            text tower.
         weight_decay: for matrices; vectors (biases, norms, logit scale) get none.
-        depth_decay: factor from one image-tower layer to the next, in (0, 1]; 1 gives every layer the same rate.
-        depth_order: HuLiRAG says that deeper layers have the smaller rate; the usual layer decay runs the other way.
+        depth_decay: factor from one image-tower layer to the next, in (0, 1]; 1 gives every layer the same
+            rate.
+        depth_order: HuLiRAG says that deeper layers have the smaller rate; the usual layer decay runs the
+            other way.
     """
     named = [(name, p) for name, p in encoder.named_parameters() if p.requires_grad]
     depths = {name: encoder.depth_of(name) for name, _ in named}
@@ -59,7 +62,9 @@ def check_groups(module: nn.Module, groups: Iterable[dict[str, Any]]) -> None:
     names = {name: seen.get(id(p), 0) for name, p in module.named_parameters() if p.requires_grad}
     wrong = [f"{name} is in {count} optimizer groups" for name, count in names.items() if count != 1]
     if wrong:
-        raise ValueError("every trainable parameter must be in exactly one optimizer group: " + "; ".join(wrong))
+        raise ValueError(
+            "every trainable parameter must be in exactly one optimizer group: " + "; ".join(wrong)
+        )
 
 
 def cosine_with_warmup(
@@ -68,7 +73,8 @@ def cosine_with_warmup(
     """Linear warm-up, then a half cosine to zero at `total_steps` (optimizer steps).
 
     Raises:
-        ValueError: the run has no end (`max_steps` and `max_epochs` both unlimited), so that a cosine has none either.
+        ValueError: the run has no end (`max_steps` and `max_epochs` both unlimited), so that a cosine has
+            none either.
     """
     if not math.isfinite(total_steps) or total_steps < 1:
         raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")

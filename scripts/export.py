@@ -51,7 +51,9 @@ def export(ckpt: Path, out: Path) -> Path:
 def main() -> None:
     """Parse, export, say what was written."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ckpt", type=Path, required=True, help="a checkpoint, or a run's directory (newest is taken)")
+    parser.add_argument(
+        "--ckpt", type=Path, required=True, help="a checkpoint, or a run's directory (newest is taken)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the bundle to write")
     args = parser.parse_args()
     try:

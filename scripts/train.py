@@ -1,4 +1,4 @@
-"""Start any training run: `python scripts/train.py {fit,validate,test,predict} -c configs/….yaml [--model.lr=…]`."""
+"""Start any training run: `train.py {fit,validate,test,predict} -c configs/….yaml [--model.lr=…]`."""
 
 from __future__ import annotations
 

@@ -119,6 +119,6 @@ def test_zero_branch_is_bit_equal_and_gets_gradient() -> None:
     ],
 )
 def test_wrong_alpha_is_refused(alpha: torch.Tensor, error: type[Exception]) -> None:
-    """0..255, a missing channel dimension, another size: each refused instead of scaled twice or broadcast."""
+    """0..255, a missing channel dimension, another size: each refused, not scaled twice or broadcast."""
     with pytest.raises(error):
         alpha_clip.with_alpha(torch.zeros(1, 3, 32, 32), alpha)

@@ -14,7 +14,9 @@ from fovea import losses
 def test_info_nce_hand_worked() -> None:
     """Two orthogonal pairs, scale 1: each row is −log(e/(e+1)) = log(1 + 1/e) = 0.3133."""
     eye = torch.eye(2)
-    assert losses.info_nce(eye, eye, torch.tensor(0.0)).item() == pytest.approx(math.log(1 + math.exp(-1)), abs=1e-6)
+    assert losses.info_nce(eye, eye, torch.tensor(0.0)).item() == pytest.approx(
+        math.log(1 + math.exp(-1)), abs=1e-6
+    )
 
 
 def test_info_nce_is_clips_loss() -> None:
@@ -28,9 +30,11 @@ def test_info_nce_is_clips_loss() -> None:
 
 
 def test_same_image_twice_is_not_pushed_apart() -> None:
-    """Rows 0 and 1 show the same image with different texts: the gradient on their similarity pulls them together.
+    """Rows 0 and 1 show the same image with different texts: the gradient on their similarity pulls them
+    together.
 
-    With the diagonal alone as positives, the text of row 1 is a negative of image 0 and the gradient pushes away.
+    With the diagonal alone as positives, the text of row 1 is a negative of image 0 and the gradient pushes
+    away.
     """
     ids = torch.tensor([[1, 10], [1, 11], [2, 12]])
     positive = losses.positives(ids, ids)
@@ -74,7 +78,7 @@ def test_extreme_norms_stay_finite(norm: float) -> None:
 
 
 def test_half_precision_input_is_computed_in_fp32() -> None:
-    """bf16 embeddings with the largest temperature: the result has fp32's type and is close to fp32's value."""
+    """bf16 embeddings with the largest temperature: the loss is computed in fp32."""
     torch.manual_seed(1)
     a = torch.randn(16, 32).bfloat16()
     loss = losses.info_nce(a, a, torch.tensor(math.log(100.0)))
@@ -98,7 +102,13 @@ def test_shares_of_two_ranks_add_up_with_gradient() -> None:
     for rows in (slice(0, 3), slice(3, 7)):
         n = len(ids[rows])
         total = total + losses.weighted_info_nce(
-            part_a[rows], part_b[rows], part_a, part_b, scale, losses.positives(ids[rows], ids), torch.full((n,), 1 / 7)
+            part_a[rows],
+            part_b[rows],
+            part_a,
+            part_b,
+            scale,
+            losses.positives(ids[rows], ids),
+            torch.full((n,), 1 / 7),
         )
     total.backward()
     torch.testing.assert_close(total, whole)

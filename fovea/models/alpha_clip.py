@@ -17,7 +17,7 @@ ALPHA_MEAN, ALPHA_STD = 0.5, 0.26
 
 
 class AlphaConv(nn.Module):
-    """A stem convolution with an alpha branch beside it; at step 0 its output equals the RGB convolution's exactly."""
+    """A stem convolution with an alpha branch beside it; at step 0 it equals the RGB convolution exactly."""
 
     def __init__(self, rgb: nn.Conv2d) -> None:
         super().__init__()
@@ -44,19 +44,23 @@ class AlphaConv(nn.Module):
 
 
 def add_alpha(visual: Any) -> None:
-    """Give an image tower (anything with a `conv1`) a zero alpha branch, in place; a second call changes nothing."""
+    """Give an image tower (anything with a `conv1`) a zero alpha branch, in place; once."""
     if not isinstance(visual.conv1, AlphaConv):
         visual.conv1 = AlphaConv(visual.conv1)
 
 
 def with_alpha(pixels: Tensor, alpha: Tensor | None) -> Tensor:
-    """RGB [B, 3, S, S] and alpha [B, 1, S, S] in [0, 1] (None: 1 everywhere) → the tower's input [B, 4, S, S]."""
+    """RGB [B, 3, S, S], alpha [B, 1, S, S] in [0, 1] (None: all 1) → the tower's input [B, 4, S, S]."""
     if alpha is None:
         alpha = torch.ones_like(pixels[:, :1])
     if alpha.shape != (len(pixels), 1, *pixels.shape[2:]):
-        raise ValueError(f"alpha of shape {tuple(alpha.shape)} for pixels of {tuple(pixels.shape)}: [B, 1, S, S] needed")
+        raise ValueError(
+            f"alpha of shape {tuple(alpha.shape)} for pixels of {tuple(pixels.shape)}: [B, 1, S, S] needed"
+        )
     if not alpha.is_floating_point() and alpha.dtype != torch.bool:
-        raise TypeError(f"alpha is {alpha.dtype}: bool or float in [0, 1] needed (uint8 0..255 would be scaled twice)")
+        raise TypeError(
+            f"alpha is {alpha.dtype}: bool or float in [0, 1] needed (uint8 0..255 would be scaled twice)"
+        )
     return torch.cat([pixels, (alpha.to(pixels.dtype) - ALPHA_MEAN) / ALPHA_STD], 1)
 
 
@@ -67,7 +71,9 @@ def visual_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
         name = name.removeprefix("visual.").removeprefix("module.")
         name = name.replace(".attn.in_proj.weight", ".attn.in_proj_weight")
         name = name.replace(".attn.in_proj.bias", ".attn.in_proj_bias")
-        name = {"conv1.weight": "conv1.rgb.weight", "conv1_alpha.weight": "conv1.alpha.weight"}.get(name, name)
+        name = {"conv1.weight": "conv1.rgb.weight", "conv1_alpha.weight": "conv1.alpha.weight"}.get(
+            name, name
+        )
         renamed[name] = value.float()
     return renamed
 
@@ -85,10 +91,13 @@ def _read_state(path: str | Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as not_plain:
         try:
-            # An archive is a program, but torch.jit runs it in TorchScript's own sandbox: no Python is unpickled.
-            loaded = torch.jit.load(str(path), map_location="cpu").state_dict()
+            # An archive is a program, but torch.jit runs it in TorchScript's own sandbox: no Python is
+            # unpickled.
+            loaded = torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
         except RuntimeError:
-            raise ValueError(f"{path} is neither a state dict nor a TorchScript archive ({not_plain})") from not_plain
+            raise ValueError(
+                f"{path} is neither a state dict nor a TorchScript archive ({not_plain})"
+            ) from not_plain
     state = loaded.get("state_dict", loaded)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -119,7 +128,8 @@ def load(base: str | Path, visual: str | Path | None = None) -> Any:
         visual: state dict of the Alpha-CLIP image tower as released, or None.
 
     Returns:
-        `fovea.models.encoders.ClipEncoder`: `encode_image(pixels [B, 3, S, S], alpha [B, 1, S, S])` with alpha in
+        `fovea.models.encoders.ClipEncoder`: `encode_image(pixels [B, 3, S, S], alpha [B, 1, S, S])` with
+            alpha in
         [0, 1], scaled inside, and `encode_text(tokens [B, L])`; neither is normalised.
     """
     from fovea.models.encoders import open_clip_from_config
@@ -127,7 +137,12 @@ def load(base: str | Path, visual: str | Path | None = None) -> Any:
     state = {k: v.float() for k, v in _read_state(base).items()}
     for name in ("input_resolution", "context_length", "vocab_size"):
         state.pop(name, None)
-    needed = ("visual.conv1.weight", "visual.positional_embedding", "text_projection", "token_embedding.weight")
+    needed = (
+        "visual.conv1.weight",
+        "visual.positional_embedding",
+        "text_projection",
+        "token_embedding.weight",
+    )
     lacking = [name for name in needed if name not in state]
     if lacking:
         raise ValueError(f"{base} is not a ViT CLIP in OpenAI's layout: missing {', '.join(lacking)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +39,9 @@ class Encoder(nn.Module, ABC):
 
         Args:
             pixels: float [B, 3, S, S], normalised by `transform.normalise`.
-            alpha: float [B, 1, S, S] in [0, 1], 1 where the image is to be looked at; None means 1 everywhere. An
-                encoder without an alpha branch ignores it (the background was already removed from `pixels`, or not,
-                by the region view).
+            alpha: float [B, 1, S, S] in [0, 1], 1 where the image is to be looked at; None means 1
+                everywhere. An encoder without an alpha branch ignores it (the background was already removed
+                from `pixels`, or not, by the region view).
 
         Returns:
             float [B, D], not normalised.
@@ -53,7 +52,7 @@ class Encoder(nn.Module, ABC):
         """Embed token ids int64 [B, L] → float [B, D], not normalised."""
 
     def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """Texts → int64 [B, L], cut and padded to the encoder's context length; query instructions included."""
+        """Texts → int64 [B, L], cut and padded to the context length; query instructions included."""
         return self.tokenizer(texts)
 
     @abstractmethod
@@ -66,7 +65,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """`{"class_path": …, "init_args": …}` that rebuilds the architecture without its weights (see `bundle`)."""
+        """`{"class_path", "init_args"}` that rebuilds the architecture without its weights (see `bundle`)."""
 
 
 class ClipEncoder(Encoder):
@@ -80,7 +79,7 @@ class ClipEncoder(Encoder):
         embed_dim: int,
         spec: dict[str, Any],
     ) -> None:
-        """Use the factories below; `spec` is the factory call that rebuilds this architecture without weights."""
+        """Use the factories below; `spec` is the factory call that rebuilds this architecture."""
         super().__init__()
         self.clip = clip
         self.tokenizer = tokenizer
@@ -123,7 +122,9 @@ class ClipEncoder(Encoder):
         return self._num_layers() + 1 if after else 0
 
     def _num_layers(self) -> int:
-        numbers = [re.search(r"(?:resblocks|blocks)\.(\d+)\.", n) for n, _ in self.clip.visual.named_parameters()]
+        numbers = [
+            re.search(r"(?:resblocks|blocks)\.(\d+)\.", n) for n, _ in self.clip.visual.named_parameters()
+        ]
         return max((int(m.group(1)) + 1 for m in numbers if m), default=0)
 
     def text_parameters(self) -> list[nn.Parameter]:  # noqa: D102
@@ -138,7 +139,10 @@ def _words_of(tables: Path) -> list[str]:
     from fovea.tables import Tables
 
     table = Tables(tables)
-    texts = table.table("queries").column("text").to_pylist() + table.table("regions").column("phrase").to_pylist()
+    texts = (
+        table.table("queries").column("text").to_pylist()
+        + table.table("regions").column("phrase").to_pylist()
+    )
     return sorted({word for text in set(texts) for word in WordTokenizer.words(text)})
 
 
@@ -172,7 +176,9 @@ def tiny_clip(
         vocabulary = _words_of(Path(vocabulary))
     stride = 2 ** len(widths)
     if image_size % stride:
-        raise ValueError(f"encoder.image_size {image_size} is not a multiple of the stride {stride} of {widths}")
+        raise ValueError(
+            f"encoder.image_size {image_size} is not a multiple of the stride {stride} of {widths}"
+        )
     tokenizer = WordTokenizer(vocabulary, context_length)
     clip = TinyClip(
         TinyVisual(widths, layers, heads, embed_dim),
@@ -249,8 +255,10 @@ def open_clip(
     """An open_clip model by name, or from a JSON config file, with weights from a local file.
 
     Args:
-        model: open_clip model name (`ViT-L-14-336-quickgelu`), or the path of a JSON config in open_clip's format.
-        pretrained: path of a checkpoint, or one of open_clip's tags for this model; None leaves random weights.
+        model: open_clip model name (`ViT-L-14-336-quickgelu`), or the path of a JSON config in open_clip's
+            format.
+        pretrained: path of a checkpoint, or one of open_clip's tags for this model; None leaves random
+            weights.
         resize: how images become square (see `ImageTransform`).
         alpha: add a zero-initialised alpha branch.
     """
@@ -265,13 +273,16 @@ def open_clip(
     else:
         config = oc.get_model_config(model)
         if config is None:
-            raise ValueError(f"encoder.model: open_clip knows no {model!r}; it knows: {', '.join(oc.list_models())}")
+            raise ValueError(
+                f"encoder.model: open_clip knows no {model!r}; it knows: {', '.join(oc.list_models())}"
+            )
     encoder = open_clip_from_config(config, resize)
     if pretrained is not None:
         tags = [] if model.endswith(".json") else oc.list_pretrained_tags_by_model(model)
         if pretrained not in tags and not Path(pretrained).is_file():
             raise FileNotFoundError(
-                f"encoder.pretrained: {pretrained} is neither a file nor a tag of {model} ({', '.join(tags) or 'none'})"
+                f"encoder.pretrained: {pretrained} is neither a file nor a tag of {model} "
+                f"(its tags: {', '.join(tags) or 'none'})"
             )
         if pretrained == "openai" and not config.get("quick_gelu"):
             # A local or OpenAI file in a model with the exact GELU is silently wrong by about 1 %.

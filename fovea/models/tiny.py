@@ -1,7 +1,8 @@
 """A CLIP small enough to train from scratch on two CPU cores: convolutional stem, few blocks, word tokens.
 
-It has the attributes that the rest of the project touches on an open_clip model (`visual.conv1`, `encode_image`,
-`encode_text`, `logit_scale`), so that everything built on it runs on the real towers unchanged.
+It has the attributes that the rest of the project touches on an open_clip model (`visual.conv1`,
+`encode_image`, `encode_text`, `logit_scale`), so that everything built on it runs on the real towers
+unchanged.
 """
 
 from __future__ import annotations
@@ -63,14 +64,15 @@ class Block(nn.Module):
         attend = None if mask is None else mask[:, None, None, :]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.ln_2(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
 
 
 class TinyVisual(nn.Module):
     """Image tower: stride-2 convolutions (stride 2^len(widths) in all), blocks on the grid, max over tokens.
 
-    Any input side that is a multiple of the stride works; positions are not encoded, so that weights carry over from
-    small single-object pictures to scenes.
+    Any input side that is a multiple of the stride works; positions are not encoded, so that weights carry
+    over from small single-object pictures to scenes.
     """
 
     def __init__(self, widths: Sequence[int], layers: int, heads: int, embed_dim: int) -> None:
@@ -101,7 +103,9 @@ class TinyVisual(nn.Module):
 class TinyText(nn.Module):
     """Text tower: words, learned positions, blocks, mean over the words."""
 
-    def __init__(self, vocab_size: int, context_length: int, width: int, layers: int, heads: int, embed_dim: int) -> None:
+    def __init__(
+        self, vocab_size: int, context_length: int, width: int, layers: int, heads: int, embed_dim: int
+    ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.positional_embedding = nn.Parameter(torch.zeros(context_length, width))
