@@ -24,7 +24,7 @@ Partner = Literal["text", "picture"]
 
 
 def stable_id(text: str) -> int:
-    """A 63-bit hash of a text, the same in every process: equal ids mean equal things (`losses.positives`)."""
+    """A 63-bit hash of a text, the same in every process: equal ids are equal things to the loss."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -218,7 +218,7 @@ class PairData(L.LightningDataModule):
             partner: `text` pairs an image with its queries' texts, `picture` with the query's own picture.
             max_regions: regions of an image in a batch (T of eq. 6 is at most this); 0 trains plain CLIP.
             region_text: pair a region with its phrase or with the whole question.
-            full_image_rate: share of regional pairs replaced by the whole image with alpha 1 (10 % in the paper).
+            full_image_rate: share of regional pairs replaced by whole images with alpha 1 (the paper: 10 %).
             background: `remove` blacks out what is outside the mask, `keep` leaves it to the alpha channel.
             crop: cut a region out of the image (else the region stays in its place in the full frame).
             margin: of the cut, in sides of the region.

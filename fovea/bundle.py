@@ -36,7 +36,7 @@ def fingerprint(state: nn.Module | Mapping[str, Tensor]) -> str:
 
 
 def build(spec: Mapping[str, Any]) -> Any:
-    """Rebuild an architecture from `{"class_path", "init_args"}`; only this package's factories are called."""
+    """Rebuild an architecture from `{"class_path", "init_args"}`; only this package's are called."""
     module, _, name = str(spec["class_path"]).rpartition(".")
     if not module.startswith("fovea."):
         raise ValueError(f"bundle: class_path {spec['class_path']} is not of this package; refused")

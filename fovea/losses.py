@@ -60,7 +60,7 @@ def weighted_info_nce(
 ) -> Tensor:
     """Symmetric InfoNCE of this process's rows against all rows, as a weighted sum.
 
-    With `weights` = 1/N and one process this is CLIP's loss. Over several processes the results sum to the loss
+    With `weights` = 1/N and one process this is CLIP's loss. Over processes the results sum to the loss
     of the whole batch: nothing is computed twice.
 
     Args:
@@ -109,4 +109,5 @@ def regional_weights(image_ids: Tensor) -> Tensor:
     if len(image_ids) == 0:
         return torch.zeros(0, device=image_ids.device)
     unique, inverse, counts = torch.unique(image_ids, return_inverse=True, return_counts=True)
-    return 1.0 / (len(unique) * counts[inverse].float())
+    weights: Tensor = 1.0 / (len(unique) * counts[inverse].float())
+    return weights
