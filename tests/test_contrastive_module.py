@@ -1,0 +1,279 @@
+"""lightning_modules.alpha_clip with datamodules.pairs: learns, resumes, shards, and refuses what it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import world
+from datamodules.pairs import PairData, stable_id
+from fovea.models.encoders import tiny_clip
+from fovea.tables import Tables
+from lightning_modules.alpha_clip import MAX_LOGIT_SCALE, AlphaClip
+from lightning_modules.optim import check_groups, encoder_groups
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny world."""
+    out = tmp_path_factory.mktemp("world") / "tables"
+    return world.build(out, config=world.WorldConfig.smoke(), workers=1)
+
+
+def build(tables: Path, **options: Any) -> tuple[AlphaClip, PairData]:
+    """A small module on the tiny world."""
+    torch.manual_seed(0)
+    alpha = options.get("max_regions", 0) > 0
+    encoder = tiny_clip(
+        str(tables), image_size=64, widths=(8, 8, 16, 16), layers=1, heads=2, embed_dim=16, text_width=16, alpha=alpha
+    )
+    lr = options.pop("lr", 1e-3)
+    freeze_text = options.pop("freeze_text", False)
+    data = PairData(str(tables), **({"batch_size": 16, "cache_images": True} | options))
+    return AlphaClip(encoder, lr=lr, freeze_text=freeze_text), data
+
+
+def trainer(**options: Any) -> L.Trainer:
+    """A quiet trainer."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0,
+        "limit_val_batches": 0, "max_epochs": -1,
+    }  # fmt: skip
+    return L.Trainer(**(defaults | options))
+
+
+class Recorder(L.Callback):
+    """Losses and row names of every training step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.names: list[list[str]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.names.append(batch.names)
+
+
+@pytest.mark.parametrize("max_regions", [0, 2])
+def test_overfits_one_batch(tables: Path, max_regions: int) -> None:
+    """One batch again and again: the loss falls to a fraction, with and without regions."""
+    module, data = build(tables, max_regions=max_regions, lr=1e-2, full_image_rate=0.0)
+    record = Recorder()
+    # 16 samples an epoch: one batch; the captions drawn still vary, so the floor is not zero.
+    run = trainer(max_steps=60, limit_train_batches=1, overfit_batches=0, callbacks=[record])
+    data.prepare_data()
+    run.fit(module, _one_batch(module, data))
+    assert record.losses[-1] < 0.25 * record.losses[0]
+
+
+def _one_batch(module: AlphaClip, data: PairData) -> Any:
+    probe = trainer(max_steps=1)
+    probe.fit(module, data)
+    batch = next(iter(data.train_dataloader()))
+    return [batch]
+
+
+def test_three_and_three_steps_are_six(tables: Path, tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch and resumed: ids, losses and weights are those of one run, bit for bit.
+
+    25 batches an epoch: step 3 is inside it, so the loader's place in the epoch has to survive.
+    """
+    whole, data = build(tables, max_regions=1)
+    record = Recorder()
+    trainer(max_steps=6, callbacks=[record]).fit(whole, data)
+    first, data = build(tables, max_regions=1)
+    halves = Recorder()
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="three", save_top_k=-1)
+    # The schedule must know the whole run's length; the run is cut by a callback, as a kill would.
+    cut = trainer(max_steps=6, callbacks=[halves, keep, _StopAt(3)], enable_checkpointing=True)
+    cut.fit(first, data)
+    assert len(halves.losses) == 3
+    second, data = build(tables, max_regions=1)
+    torch.manual_seed(99)
+    resumed = trainer(max_steps=6, callbacks=[halves])
+    resumed.fit(second, data, ckpt_path=str(tmp_path / "three.ckpt"), weights_only=True)
+    assert halves.names == record.names
+    assert halves.losses == record.losses
+    for (name, one), other in zip(whole.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+class _StopAt(L.Callback):
+    """Ends the run after n steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Two gloo ranks with uneven shares: loss, every gradient and the gallery's recall are one process's (PITFALLS 1, 6, 7)."""
+    results = []
+    for world_size in (1, 2):
+        out = tmp_path / f"{world_size}.json"
+        done = subprocess.run(
+            [sys.executable, str(HERE / "two_ranks.py"), str(world_size), str(out)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(json.loads(out.read_text()))
+    one, two = results
+    assert one["figures"].keys() == two["figures"].keys()
+    for name, value in one["figures"].items():
+        assert two["figures"][name] == pytest.approx(value, abs=1e-5), name
+    assert one["gradients"].keys() == two["gradients"].keys()
+    assert any("alpha" in name for name in one["gradients"])
+    for name, gradient in one["gradients"].items():
+        assert two["gradients"][name] == pytest.approx(gradient, abs=1e-6, rel=1e-4), name
+
+
+def test_regions_of_a_batch(tables: Path) -> None:
+    """Each regional row: its phrase's id, a mask of 0/1 with black outside it; whole rows have alpha 1 and come first."""
+    module, data = build(tables, max_regions=2, full_image_rate=0.0)
+    trainer(max_steps=1).fit(module, data)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.num_global == 16 < len(batch.pixels)
+    assert (batch.alpha[: batch.num_global] == 1).all()
+    phrases = {row["image_id"] + "/" + row["id"]: row["phrase"] for row in Tables(tables).rows("regions")}
+    for i in range(batch.num_global, len(batch.pixels)):
+        assert batch.ids[i, 1] == stable_id("right " + phrases[batch.names[i]])
+        assert 0 < batch.alpha[i].float().mean() < 1
+        assert batch.pixels[i][batch.alpha[i] == 0].max() == 0
+    assert set(batch.image_ids[batch.num_global :].tolist()) <= set(batch.image_ids[: batch.num_global].tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "check"),
+    [
+        ({"full_image_rate": 1.0}, "whole"),
+        ({"region_text": "query"}, "query"),
+        ({"background": "keep"}, "keep"),
+    ],
+)
+def test_each_switch_changes_the_right_tensor(tables: Path, options: dict[str, Any], check: str) -> None:
+    """Turning a switch changes what it names in the regional rows."""
+    module, data = build(tables, max_regions=1, **({"full_image_rate": 0.0} | options))
+    trainer(max_steps=1).fit(module, data)
+    batch = next(iter(data.train_dataloader()))
+    regional = slice(batch.num_global, None)
+    if check == "whole":
+        assert (batch.alpha[regional] == 1).all()
+        assert set(batch.names[regional]) <= set(batch.names[: batch.num_global])
+    elif check == "query":
+        assert set(batch.ids[regional, 1].tolist()) <= set(batch.ids[: batch.num_global, 1].tolist())
+    else:
+        outside = batch.pixels[regional][batch.alpha[regional] == 0]
+        assert outside.float().mean() > 10
+
+
+def test_pictures_as_partners(tmp_path: Path) -> None:
+    """Image–image InfoNCE: the partner is the query's own picture, and validation retrieves with pictures."""
+    from datamodules import world_entities
+
+    out = world_entities.build(tmp_path / "entities", config=world_entities.EntityConfig.smoke(), workers=1)
+    torch.manual_seed(0)
+    encoder = tiny_clip(["a"], image_size=48, widths=(8, 8, 16), layers=1, heads=2, embed_dim=16, text_width=16)
+    splits = {row["split"] for row in Tables(out).rows("queries")}
+    val = sorted(s for s in splits if s.startswith("val"))[0]
+    data = PairData(
+        str(out), partner="picture", train_split="train", val_split=val, val_image_split="kb", batch_size=8, min_crop=0.9
+    )
+    module = AlphaClip(encoder, lr=1e-3)
+    run = trainer(max_steps=3, limit_val_batches=1.0, val_check_interval=3, check_val_every_n_epoch=None)
+    run.fit(module, data)
+    assert 0 <= run.callback_metrics["val/recall@1"] <= run.callback_metrics["val/recall@20"] <= 1
+    batch = next(iter(data.train_dataloader()))
+    assert batch.tokens is None and batch.partner_pixels.shape == batch.pixels.shape
+    assert (batch.partner_pixels != batch.pixels).any()
+
+
+def test_collapsed_encoder_scores_zero() -> None:
+    """All embeddings equal: every gold is tied with all others, and the pessimistic rule gives R@1 = 0, not 1."""
+    encoder = tiny_clip(["a"], image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
+    torch.nn.init.zeros_(encoder.get_parameter("clip.visual.proj.weight"))
+    module = AlphaClip(encoder)
+    from tests.two_ranks import gallery
+
+    run = trainer(limit_val_batches=1.0)
+    run.validate(module, gallery(0, 1), verbose=False)
+    assert run.callback_metrics["val/recall@1"] == 0
+
+
+def test_frozen_text_and_clamped_scale(tables: Path) -> None:
+    """The text tower does not move; the temperature stays within CLIP's clamp even when pushed above it."""
+    module, data = build(tables, max_regions=1, freeze_text=True, lr=0.1)
+    before = {n: p.clone() for n, p in module.encoder.named_parameters() if n.startswith("clip.text.")}
+    with torch.no_grad():
+        module.encoder.logit_scale.fill_(MAX_LOGIT_SCALE)
+    trainer(max_steps=2).fit(module, data)
+    for name, parameter in module.encoder.named_parameters():
+        if name in before:
+            assert torch.equal(parameter, before[name])
+    assert module.encoder.logit_scale <= MAX_LOGIT_SCALE
+
+
+def test_optimizer_groups() -> None:
+    """Deeper layers get smaller rates (the paper's order) or larger ones; temperature alone and undecayed; no one left out."""
+    encoder = tiny_clip(["a"], image_size=16, widths=(8, 8), layers=2, embed_dim=8, heads=2, text_width=8, alpha=True)
+    groups = encoder_groups(encoder, lr=1.0, weight_decay=0.1, depth_decay=0.5)
+    rates = {g["name"]: g["lr"] for g in groups}
+    assert [rates[f"visual.{d}"] for d in range(4)] == [1.0, 0.5, 0.25, 0.125]
+    reverse = encoder_groups(encoder, lr=1.0, weight_decay=0.1, depth_decay=0.5, depth_order="deeper_larger")
+    assert {g["name"]: g["lr"] for g in reverse}["visual.0"] == 0.125
+    scale = [g for g in groups if any(p is encoder.logit_scale for p in g["params"])]
+    assert len(scale) == 1 and len(scale[0]["params"]) == 1 and scale[0]["weight_decay"] == 0
+    check_groups(encoder, groups)
+    with pytest.raises(ValueError, match="clip.logit_scale is in 0"):
+        check_groups(encoder, [g for g in groups if g is not scale[0]])
+    with pytest.raises(ValueError, match="is in 2"):
+        check_groups(encoder, [*groups, scale[0]])
+
+
+def test_refuses_accumulation(tables: Path) -> None:
+    """Accumulated gradients would silently train with fewer negatives than the config says (PITFALLS 5)."""
+    module, data = build(tables)
+    with pytest.raises(ValueError, match="accumulate_grad_batches=4"):
+        trainer(max_steps=1, accumulate_grad_batches=4).fit(module, data)
+
+
+def test_non_finite_loss_names_step_and_rows(tables: Path) -> None:
+    """NaN weights: training stops at once and says where."""
+    module, data = build(tables)
+    with torch.no_grad():
+        module.encoder.get_parameter("clip.visual.proj.weight").fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"step 0.*train-"):
+        trainer(max_steps=1).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_split": "trian"}, "trian.*no such split"),
+        ({"batch_size": 10_000}, "batch_size=10000 is more than"),
+        ({"partner": "picture", "max_regions": 1}, "needs data.partner=text"),
+    ],
+)
+def test_impossible_settings_are_named(tables: Path, options: dict[str, Any], message: str) -> None:
+    """Each is refused before the first step, with the key in the message."""
+    with pytest.raises(ValueError, match=message):
+        module, data = build(tables, **options)
+        trainer(max_steps=1).fit(module, data)
+
+
+def test_lightnings_own_sampler_is_refused(tables: Path) -> None:
+    """It would pad and shuffle a second time."""
+    module, data = build(tables)
+    with pytest.raises(ValueError, match="use_distributed_sampler=false"):
+        trainer(max_steps=1, use_distributed_sampler=True).fit(module, data)
