@@ -82,7 +82,7 @@ def compare(name: str, row: dict[str, Any], results: list[dict[str, Any]]) -> li
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Every section of a results JSON that is a table of `…@k` figures (`retrieval`, …), in percent."""
+    """Every section of a results JSON that is a table of `recall@k` figures (`retrieval`, …), in percent."""
     from rich.console import Console
     from rich.table import Table
 
@@ -94,7 +94,7 @@ def print_results(results: dict[str, Any]) -> None:
         )
         columns = [
             key
-            for key in dict.fromkeys(key for row in rows.values() for key in row if "@" in key)
+            for key in dict.fromkeys(key for row in rows.values() for key in row if key.startswith("recall@"))
             if all(isinstance(row.get(key), int | float) for row in rows.values())
         ]
         if not columns:
