@@ -347,7 +347,7 @@ def test_smoke_is_the_quickstart_in_miniature(scripts: dict[str, ModuleType]) ->
 def test_a_changed_source_or_config_changes_the_key(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sources, files that the command names (also behind `=`) and inputs are in the key; the report is not."""
+    """Sources, files that the command names (also behind `=`) and inputs are in the key; the report not."""
     run_module = scripts["stage_run"]
     monkeypatch.setattr(run_module, "ROOT", tmp_path)
     for name in ("fovea/a.py", "fovea/report/page.py", "scripts/train.py", "c.yaml", "d.yaml", "in.txt"):

@@ -1,4 +1,4 @@
-"""Images and masks → inline SVG: every picture embedded once, outlines drawn over it in the picture's own pixels."""
+"""Images and masks → inline SVG: every picture embedded once, outlines over it in its own pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from fovea import masks
 from fovea.types import BoolArray, UInt8Array
 
-# Pictures up to this side are kept pixel for pixel and shown with hard pixel edges; larger ones are scaled down.
+# Pictures up to this side are kept as they are and shown with hard pixel edges; larger ones are scaled down.
 CRISP_SIDE = 160
 PHOTO_SIDE = 360
 # Outlines are traced at no more than this side: finer ones only make the page larger.

@@ -47,7 +47,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Shown:
-    """One candidate as the page draws it; `moved` is its rank before reweighting (None: not among the candidates)."""
+    """One candidate as the page draws it; `moved` is its rank before reweighting, None when it had none."""
 
     image_id: str
     picture: Picture | None
@@ -78,8 +78,8 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
     """Write `report.html` into a run's directory.
 
     Args:
-        run_dir: holds `results.json` and `queries.jsonl` as `scripts/evaluate.py retrieval` writes them; the CSV logs
-            of training stages below it become curves.
+        run_dir: holds `results.json` and `queries.jsonl` as `scripts/evaluate.py retrieval` writes them; the
+            CSV logs of training stages below it become curves.
         tables: canonical tables with the images; by default those that results.json names.
         limit: largest number of questions embedded (the page says how they were chosen).
         seed: of that choice.
@@ -98,10 +98,13 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
             f"python scripts/evaluate.py retrieval … --out {run_dir}"
         )
     results: dict[str, Any] = json.loads((run_dir / "results.json").read_text())
-    rows = queries.read(run_dir / "queries.jsonl")
+    everything = queries.read(run_dir / "queries.jsonl")
+    rows = [row for row in everything if row["gold_image_ids"]]
     source = Path(tables or results["settings"]["tables"])
     if not source.is_dir():
-        raise FileNotFoundError(f"{source}, the tables that {run_dir}/results.json names, is not there; pass tables=DIR")
+        raise FileNotFoundError(
+            f"{source}, the tables that {run_dir}/results.json names, is not there; pass tables=DIR"
+        )
     chosen = queries.choose(rows, limit, seed)
     pictures = Pictures(ImageReader(source), _image_rows(source, chosen))
     cards = [card(row, pictures) for row in chosen]
@@ -124,6 +127,7 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
         shown_counts=queries.count(chosen),
         outcomes=queries.OUTCOMES,
         num_rows=len(rows),
+        num_without_gold=len(everything) - len(rows),
         seed=seed,
         pictures=list(pictures.embedded.values()),
         bad=pictures.bad,
@@ -141,13 +145,18 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
 
 def ordered(retrieval: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Fusions in the table's usual order, unknown ones last."""
-    names = [*(name for name in FUSIONS if name in retrieval), *(name for name in retrieval if name not in FUSIONS)]
+    names = [
+        *(name for name in FUSIONS if name in retrieval),
+        *(name for name in retrieval if name not in FUSIONS),
+    ]
     return {name: retrieval[name] for name in names}
 
 
 def cut_offs(retrieval: dict[str, dict[str, float]]) -> list[int]:
     """Every k of recall@k that some fusion has, ascending."""
-    return sorted({int(m.partition("@")[2]) for row in retrieval.values() for m in row if m.startswith("recall@")})
+    return sorted(
+        {int(m.partition("@")[2]) for row in retrieval.values() for m in row if m.startswith("recall@")}
+    )
 
 
 def fusion_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -168,11 +177,12 @@ def fusion_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
 def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures at the top: the first cut-off, the ceiling that the candidates set, and what changed.
 
-    `fused` is the rule that ordered the candidates of queries.jsonl (`fusion` of results.json), `learned` as a rule.
+    `fused` is the figure of the rule that ordered the candidates of queries.jsonl, as a rule `learned`.
     """
     retrieval = results["retrieval"]
     fusion = results.get("fusion", "learned")
-    first, last = (f"recall@{k}" for k in (cut_offs(retrieval)[0], cut_offs(retrieval)[-1]))
+    ks = cut_offs(retrieval)
+    first, last, hit = f"recall@{ks[0]}", f"recall@{ks[-1]}", f"hit@{ks[0]}"
     comparisons = results.get("comparisons") or []
     return {
         "num_queries": len(rows),
@@ -180,6 +190,8 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
         "metric": first,
         "global": retrieval["global"][first],
         "fused": retrieval[fusion][first],
+        # Share of questions: hit@k, which is recall@k when every question has one gold image.
+        "hits": [retrieval[name].get(hit, retrieval[name][first]) for name in ("global", fusion)],
         "fusion": fusion,
         "ceiling": retrieval["global"][last],
         "ceiling_metric": last,
@@ -210,7 +222,9 @@ def card(row: dict[str, Any], pictures: Pictures) -> Card:
                 rank=rank,
                 moved=before_ranks.get(found["image_id"]) if order == "after" else rank,
                 gold=is_gold,
-                scores={name: found[name] for name in ("score", "global", "local") if found.get(name) is not None},
+                scores={
+                    name: found[name] for name in ("score", "global", "local") if found.get(name) is not None
+                },
                 outlines=[outline(r, texts[r["phrase_id"]], colours[r["phrase_id"]]) for r in regions],
                 similarities=[(colours[r["phrase_id"]], r["similarity"], r.get("weight")) for r in regions],
                 gap=rank > last + 1,

@@ -51,7 +51,10 @@ def recall_curve(retrieval: dict[str, dict[str, float]], ks: list[int]) -> Marku
 def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
     """Histograms of the scores of gold and other candidates, before and after reweighting."""
     panels = []
-    for order, score, title in (("before", "global", "before: whole image"), ("after", "score", "after: reweighted")):
+    for order, score, title in (
+        ("before", "global", "before: whole image"),
+        ("after", "score", "after: reweighted"),
+    ):
         values: dict[bool, list[float]] = {True: [], False: []}
         for row in rows:
             gold = set(row["gold_image_ids"])
@@ -66,10 +69,10 @@ def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
         low, high = min(min(v) for v in values.values()), max(max(v) for v in values.values())
         width = (high - low) / 32 or 1.0
         bins = [low + width * i for i in range(34)]
-        for gold, name, colour in ((False, "other candidates", COLOURS["global"]), (True, "gold", "#d39a12")):
+        for is_gold, name, colour in ((False, "others", COLOURS["global"]), (True, "gold", "#d39a12")):
             axes.hist(
-                values[gold], bins=bins, density=True, histtype="stepfilled", alpha=0.5, color=colour, label=name,
-                edgecolor=colour, linewidth=1.4,
+                values[is_gold], bins=bins, density=True, histtype="stepfilled", alpha=0.5, color=colour,
+                label=name, edgecolor=colour, linewidth=1.4,
             )  # fmt: skip
         axes.set_title(title, color=_INK, fontsize=10, parse_math=False)
         axes.set_yticks([])
@@ -79,7 +82,7 @@ def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
 
 
 def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
-    """(stage, figure) for every CSV log (`metrics.csv`) below the run: losses, and recalls where there are any."""
+    """(stage, figure) for every `metrics.csv` below the run: losses, and recalls where there are any."""
     curves = []
     for path in sorted(run_dir.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime):
         series = read_log(path)
@@ -95,7 +98,14 @@ def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
                 colour = _CYCLE[(index * 3 + 1) % len(_CYCLE)]
                 marker = "o" if len(points) < 30 else ""
                 label = name.lstrip("_")
-                axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=1.6, marker=marker, markersize=3)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=label,
+                    color=colour,
+                    linewidth=1.6,
+                    marker=marker,
+                    markersize=3,
+                )
             axes.set_xlabel("step")
             _legend(axes, columns=1, place="best")
         stage = path.relative_to(run_dir).parts[0]

@@ -24,7 +24,9 @@ def read(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); run the evaluation again") from error
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}); run the evaluation again"
+            ) from error
     return rows
 
 
@@ -44,7 +46,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 
 def choose(rows: list[dict[str, Any]], limit: int, seed: int) -> list[dict[str, Any]]:
-    """At most `limit` rows, an equal share of each outcome drawn at random, unused places given to the others.
+    """At most `limit` rows: an equal share of each outcome at random, unused places given to the others.
 
     The order is fixed, broken, failed, kept, and within each the order of the file.
     """
@@ -72,8 +74,8 @@ def count(rows: list[dict[str, Any]]) -> Counter[str]:
 def highlight(text: str, phrases: list[dict[str, Any]]) -> list[tuple[str, int | None]]:
     """Cut a question into (piece, index of its phrase or None).
 
-    A phrase's `span` is used where there is one; else its first unused occurrence. A phrase whose words are not in the
-    question in one piece stays without a mark.
+    A phrase's `span` is used where there is one; else its first unused occurrence. A phrase whose words
+    are not in the question in one piece stays without a mark.
     """
     spans: list[tuple[int, int, int]] = []
     for index, phrase in enumerate(phrases):
