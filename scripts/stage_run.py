@@ -1,8 +1,8 @@
 """Stage graph → finished stages: run what is missing, keep what is there.
 
 A finished stage leaves a stamp and is skipped next time, as long as its key is the same and its outputs are
-there. The key hashes: the commands, every file of this repository that a command names, the `inputs:`
-files, the sources (all of fovea/, lightning_modules/, datamodules/ and scripts/, but for this runner and
+there. The key hashes: the commands, every file of this repository that a command names (the script, the
+configs), the `inputs:` files, the sources (all of fovea/, lightning_modules/ and datamodules/, but for
 fovea/report/, which a stage adds by `code: [fovea/report]`), and the keys of the stages it builds on. A
 `shared: true` stage lives in `shared/NAME-HASH` beside the run, so that rows and seeds with the same command
 share it; the run's directory holds a link to it. A killed stage starts again in an empty directory, unless it
@@ -32,8 +32,8 @@ from typing import Any, TextIO
 
 from stage_graph import PLACEHOLDER, ROOT, Failure, Graph, Stage
 
-SOURCES = ("fovea", "lightning_modules", "datamodules", "scripts")
-NOT_SOURCES = ("fovea/report/", "scripts/reproduce.py", "scripts/stage_")
+SOURCES = ("fovea", "lightning_modules", "datamodules")
+NOT_SOURCES = "fovea/report/"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 REDRAW = re.compile(r"\x1b\[\d*[AJK]")
 

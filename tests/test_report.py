@@ -317,6 +317,32 @@ def test_without_calibration(run: Path) -> None:
     assert "by the rule add" in text and "no gain over whole images" in text
 
 
+@pytest.mark.parametrize(
+    ("difference", "low", "said"),
+    [
+        (0.3, 0.1, "The difference comes from"),
+        (0.3, -0.1, "no clear gain"),
+        (-0.1, -0.2, "no gain over whole images"),
+    ],
+)
+def test_headline_claims_no_more_than_the_interval(
+    run: Path, difference: float, low: float, said: str
+) -> None:
+    """A gain is called one only when its interval lies above zero."""
+    recalls = {"recall@1": 0.5, "recall@5": 0.9}
+    pair = {
+        "metric": "recall@1",
+        "a": "learned",
+        "b": "global",
+        "difference": difference,
+        "low": low,
+        "high": 0.5,
+    }
+    both = {"global": recalls, "learned": recalls | {"recall@1": 0.5 + difference}}
+    write(run, [row("one", ["a", "b"], ["a", "b"], "a")], comparisons=[pair], retrieval=both)
+    assert said in build(run).read_text()
+
+
 def test_training_curves(run: Path) -> None:
     """Columns of Lightning's CSV log without blanks and non-finite values; no losses, no figure."""
     log = run / "coarse" / "version_0" / "metrics.csv"

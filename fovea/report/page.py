@@ -183,7 +183,15 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     fusion = results.get("fusion", "learned")
     ks = cut_offs(retrieval)
     first, last, hit = f"recall@{ks[0]}", f"recall@{ks[-1]}", f"hit@{ks[0]}"
-    comparisons = results.get("comparisons") or []
+    comparisons = [
+        c
+        for c in results.get("comparisons") or []
+        if (c["a"], c["b"], c["metric"]) == (fusion, "global", first)
+    ]
+    difference = retrieval[fusion][first] - retrieval["global"][first]
+    verdict = "gain" if difference > 0 else "none"
+    if verdict == "gain" and comparisons and comparisons[0]["low"] <= 0:
+        verdict = "unclear"
     return {
         "num_queries": len(rows),
         "galleries": len({row["split"] for row in rows}),
@@ -195,9 +203,8 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
         "fusion": fusion,
         "ceiling": retrieval["global"][last],
         "ceiling_metric": last,
-        "comparison": next(
-            (c for c in comparisons if (c["a"], c["b"], c["metric"]) == (fusion, "global", first)), None
-        ),
+        "comparison": comparisons[0] if comparisons else None,
+        "verdict": verdict,
     }
 
 

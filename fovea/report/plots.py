@@ -44,7 +44,7 @@ def recall_curve(retrieval: dict[str, dict[str, float]], ks: list[int]) -> Marku
     axes.set_xlabel("k")
     axes.set_ylabel("recall@k, %")
     axes.set_ylim(top=101)
-    _legend(axes, columns=2, place="lower right")
+    _legend(figure, columns=4)
     return _svg(figure, "Recall at k by fusion")
 
 
@@ -77,7 +77,7 @@ def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
         axes.set_title(title, color=_INK, fontsize=10, parse_math=False)
         axes.set_yticks([])
         axes.set_xlabel("score")
-    _legend(all_axes[0], columns=1, place="upper right")
+    _legend(figure, columns=2)
     return _svg(figure, "Scores of gold and other candidates before and after reweighting")
 
 
@@ -107,7 +107,7 @@ def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
                     markersize=3,
                 )
             axes.set_xlabel("step")
-            _legend(axes, columns=1, place="best")
+        _legend(figure, columns=3)
         stage = path.relative_to(run_dir).parts[0]
         curves.append((stage, _svg(figure, f"Training curves of {stage}")))
     return curves
@@ -129,7 +129,7 @@ def read_log(path: Path) -> dict[str, list[tuple[float, float]]]:
 def _figure(panels: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.7, 2.8), layout="constrained")
+    figure = Figure(figsize=(4.7, 3.0), layout="constrained")
     figure.patch.set_alpha(0)
     all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in all_axes:
@@ -147,8 +147,16 @@ def _figure(panels: int) -> tuple[Figure, list[Axes]]:
     return figure, all_axes
 
 
-def _legend(axes: Axes, *, columns: int, place: str) -> None:
-    legend = axes.legend(frameon=False, labelcolor=_INK, fontsize=9, ncols=columns, loc=place)
+def _legend(figure: Figure, *, columns: int) -> None:
+    """One legend below the panels, where it hides nothing; a label that several panels use is named once."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    legend = figure.legend(
+        list(entries.values()), list(entries), frameon=False, labelcolor=_INK, fontsize=9, ncols=columns,
+        loc="outside lower center", columnspacing=1.4, handlelength=1.6,
+    )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
 
