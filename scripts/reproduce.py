@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -202,6 +203,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.all and not args.world:
         parser.error("--all needs --world: rows on your own data are run one at a time, with --row")
+    args.out = args.out and args.out.resolve()
+    args.expected = args.expected.resolve()
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: at least 1")
     return args
@@ -213,6 +216,7 @@ def main() -> int:
     # A terminated runner ends its stage too (see `stage_run.stream`).
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        os.chdir(ROOT)
         rows = read_rows(args.expected)
         if args.list:
             print_list(rows)
@@ -227,9 +231,11 @@ def main() -> int:
             say(f"time cap: {cap:.0f} s for {', '.join(names)}")
         lines: list[dict[str, Any]] = []
         for name in names:
-            default = Path("runs") if args.all else Path("runs") / name
+            default = ROOT / "runs" if args.all else ROOT / "runs" / name
             out = (args.out or default) / name if args.all else args.out or default
-            lines += run_row(name, rows[name], out.resolve(), args=args, deadline=deadline)
+            # Commands run in the repository's root; inside it, short paths are good to read and move with it.
+            out = Path(os.path.relpath(out, ROOT)) if out.is_relative_to(ROOT) else out
+            lines += run_row(name, rows[name], out, args=args, deadline=deadline)
         if len(names) > 1:
             print_comparison(lines)
         wrong = [

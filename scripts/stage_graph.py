@@ -79,7 +79,10 @@ def read_graph(row: dict[str, Any]) -> Graph:
     variables |= row.get("vars", {})
     problems: list[str] = []
     stages: list[Stage] = []
+    about = spec.get("about", {})  # stage → seconds, for a graph that extends a larger one
     for entry in spec.get("stages", []):
+        if entry.get("name") in about:
+            entry = entry | {"about": about[entry["name"]]}
         names = {stage.name for stage in stages}
         stages.append(_stage(entry, variables, earlier={s.name: s for s in stages}, problems=problems))
         if stages[-1].name in names | RESERVED | set(variables):

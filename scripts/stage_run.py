@@ -176,7 +176,8 @@ class Run:
 
         Outputs are deleted before a run, so nothing outside of the run may be named.
         """
-        path = Path(os.path.normpath(self.directories[stage.name] / self.fill(text, stage)))
+        start = Path() if PLACEHOLDER.match(text) else self.directories[stage.name]
+        path = Path(os.path.normpath(start / self.fill(text, stage)))
         homes = [self.directories[stage.name], self.directory]
         if not any(path.is_relative_to(home) and (path != home or home == homes[0]) for home in homes):
             raise Failure(
