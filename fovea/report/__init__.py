@@ -1,0 +1,5 @@
+"""Run directory → one self-contained HTML page."""
+
+from fovea.report.page import build
+
+__all__ = ["build"]
