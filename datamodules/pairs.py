@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -193,7 +194,7 @@ class PairData(L.LightningDataModule):
         val_split: str = "val",
         val_image_split: str | None = None,
         batch_size: int = 128,
-        seed: int = 0,
+        seed: int | None = None,
         partner: Partner = "text",
         max_regions: int = 0,
         region_text: Literal["phrase", "query"] = "phrase",
@@ -214,7 +215,7 @@ class PairData(L.LightningDataModule):
             val_split: split whose queries are validated on (`val/recall@1`).
             val_image_split: split of the gallery's images, default `val_split`.
             batch_size: images a rank and step; 1024 (CLIP) and 512 (Alpha-CLIP) over all ranks in the paper.
-            seed: of the order and of every random choice.
+            seed: of the order and of every random choice; None takes the run's `seed_everything`.
             partner: `text` pairs an image with its queries' texts, `picture` with the query's own picture.
             max_regions: regions of an image in a batch (T of eq. 6 is at most this); 0 trains plain CLIP.
             region_text: pair a region with its phrase or with the whole question.
@@ -232,7 +233,9 @@ class PairData(L.LightningDataModule):
         self.tables = Tables(tables)
         self.train_split, self.val_split = train_split, val_split
         self.val_image_split = val_image_split or val_split
-        self.batch_size, self.seed, self.partner = batch_size, seed, partner
+        self.batch_size, self.partner = batch_size, partner
+        # Lightning leaves the run's seed here for its own workers.
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.max_regions, self.region_text, self.full_image_rate = max_regions, region_text, full_image_rate
         self.background, self.crop, self.margin, self.min_crop = background, crop, margin, min_crop
         self.cache_images, self.bad_images, self.num_workers = cache_images, bad_images, num_workers

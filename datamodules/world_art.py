@@ -38,7 +38,7 @@ PAD = 8  # transparent pixels around a 72 px drawing, so that a rotation of 15 d
 _PHOTOS = {
     "skimage": (
         "astronaut.png", "brick.png", "chelsea.png", "coffee.png", "grass.png", "gravel.png", "rocket.jpg",
-        "motorcycle_left.png", "hubble_deep_field.jpg",
+        "camera.png", "hubble_deep_field.jpg",
     ),
     "sklearn": ("china.jpg", "flower.jpg"),
 }  # fmt: skip

@@ -48,7 +48,10 @@ def encoder_groups(
             label = "logit_scale"
         decay = weight_decay if parameter.ndim >= 2 else 0.0
         key = (lr * scale, decay, label)
-        group = groups.setdefault(key, {"params": [], "lr": lr * scale, "weight_decay": decay, "name": label})
+        unique = label if decay or label == "logit_scale" else f"{label}.no_decay"
+        group = groups.setdefault(
+            key, {"params": [], "lr": lr * scale, "weight_decay": decay, "name": unique}
+        )
         group["params"].append(parameter)
     return list(groups.values())
 
