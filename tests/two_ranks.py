@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning as L
 import torch
+from torch.utils.data import DataLoader
 
 from fovea.batches import PairBatch, RetrievalBatch
 from fovea.models.encoders import tiny_clip
@@ -72,9 +73,16 @@ def gallery(rank: int, world: int) -> list[list[RetrievalBatch]]:
     return [[RetrievalBatch(pixels[rows], None, ids)], [RetrievalBatch(None, tokens[rows], ids)]]
 
 
+def loaders(sides: list[list[RetrievalBatch]]) -> list[DataLoader[RetrievalBatch]]:
+    """Each list of ready batches as a DataLoader."""
+    return [DataLoader(side, batch_size=None) for side in sides]  # type: ignore[arg-type]
+
+
 def main(world: int) -> None:
     torch.manual_seed(0)
-    encoder = tiny_clip(list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8, alpha=True)
+    encoder = tiny_clip(
+        list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8, alpha=True
+    )
     # Batch statistics would differ between shares; everything else must not.
     for module in encoder.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
@@ -98,7 +106,7 @@ def main(world: int) -> None:
     )
     rank = int(os.environ.get("LOCAL_RANK", 0))
     batch = whole_batch() if world == 1 else share(whole_batch(), rank)
-    trainer.fit(module, train_dataloaders=[batch], val_dataloaders=gallery(rank, world))
+    trainer.fit(module, DataLoader([batch], batch_size=None), loaders(gallery(rank, world)))
     if trainer.global_rank == 0:
         figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
         norms = {n: g.flatten().double().tolist() for n, g in module.gradients.items()}
