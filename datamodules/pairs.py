@@ -122,7 +122,12 @@ class PairDataset(Dataset[PairBatch]):
                 continue
             mask = masks.decode({"size": [region["height"], region["width"]], "counts": region["rle"]})
             patch, alpha = masks.region_view(
-                image, mask, background=self.data.background, crop=self.data.crop, margin=self.data.margin
+                image,
+                mask,
+                background=self.data.background,
+                crop=self.data.crop,
+                margin=self.data.margin,
+                fill=self.transform.mean_pixel if self.data.fill == "mean" else (0, 0, 0),
             )
             pixels, alphas = self.transform(patch, alpha[None])
             out.append((pixels, alphas[0], text, f"{name}/{region['id']}", text, name))
@@ -202,6 +207,7 @@ class PairData(L.LightningDataModule):
         background: Literal["remove", "keep"] = "remove",
         crop: bool = False,
         margin: float = 0.1,
+        fill: Literal["mean", "black"] = "mean",
         min_crop: float = 1.0,
         cache_images: bool = False,
         bad_images: Literal["fail", "skip"] = "fail",
@@ -220,9 +226,10 @@ class PairData(L.LightningDataModule):
             max_regions: regions of an image in a batch (T of eq. 6 is at most this); 0 trains plain CLIP.
             region_text: pair a region with its phrase or with the whole question.
             full_image_rate: share of regional pairs replaced by whole images with alpha 1 (the paper: 10 %).
-            background: `remove` blacks out what is outside the mask, `keep` leaves it to the alpha channel.
+            background: `remove` takes away what is outside the mask, `keep` leaves it to the alpha channel.
             crop: cut a region out of the image (else the region stays in its place in the full frame).
             margin: of the cut, in sides of the region.
+            fill: colour of a removed background: the encoder's mean (0 after normalisation), or black.
             min_crop: random crops keep at least this share of each side; 1 turns them off.
             cache_images: keep decoded images in memory.
             bad_images: stop at an unreadable image, or leave it out (they are counted and listed either way).
@@ -238,6 +245,7 @@ class PairData(L.LightningDataModule):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.max_regions, self.region_text, self.full_image_rate = max_regions, region_text, full_image_rate
         self.background, self.crop, self.margin, self.min_crop = background, crop, margin, min_crop
+        self.fill = fill
         self.cache_images, self.bad_images, self.num_workers = cache_images, bad_images, num_workers
         present = set(self.tables.table("queries").column("split").to_pylist())
         absent = [

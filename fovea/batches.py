@@ -43,3 +43,21 @@ class RetrievalBatch(NamedTuple):
     pixels: Tensor | None
     tokens: Tensor | None
     ids: Tensor
+
+
+class ScoreBatch(NamedTuple):
+    """Scores of all (query, candidate) pairs of a calibration split, padded to `W` candidates a query.
+
+    Attributes:
+        query_ids: [Q], for messages.
+        scores: float64 [Q, W, 2]: S_global and S_local.
+        gold: bool [Q, W], the gold images, also those beyond the top K.
+        top: bool [Q, W], the kept candidates; False where padded.
+        negative: bool [Q, W], the one drawn negative of eq. 9.
+    """
+
+    query_ids: tuple[str, ...]
+    scores: Tensor
+    gold: Tensor
+    top: Tensor
+    negative: Tensor

@@ -294,6 +294,12 @@ class ImageTransform:
         left, top = (width - short) / 2, (height - short) / 2
         return (left, top, left + short, top + short), (side, side), (0, 0)
 
+    @property
+    def mean_pixel(self) -> tuple[int, int, int]:
+        """The colour that `normalise` turns into zeros, as uint8."""
+        red, green, blue = (round(255 * mean) for mean in self.mean)
+        return red, green, blue
+
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [B, S, S, 3] → float32 [B, 3, S, S], mean and standard deviation applied."""
         import torch

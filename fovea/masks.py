@@ -203,22 +203,25 @@ def region_view(
     background: Literal["remove", "keep"] = "remove",
     crop: bool = False,
     margin: float = 0.0,
+    fill: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[UInt8Array, BoolArray]:
     """The RGBA patch Ĩ_k = I ⊙ m_k of METHOD.md 1.3, before the resize to the model's input.
 
     Args:
         image: uint8 [H, W, 3].
         mask: bool [H, W], the alpha.
-        background: `remove` sets pixels outside the mask to zero; `keep` leaves them (Alpha-CLIP's habit).
-        crop: cut the smallest square around the mask; what lies outside the image is zero in image and mask.
+        background: `remove` sets pixels outside the mask to `fill`; `keep` leaves them (Alpha-CLIP's habit).
+        crop: cut the smallest square around the mask; what lies outside the image is `fill`, 0 in the mask.
         margin: the square grows by this fraction of its side on each edge.
+        fill: RGB of removed pixels; the encoder's `transform.mean_pixel` makes them 0 after normalisation.
 
     Returns:
         image and mask of one size. An empty mask is not cropped.
     """
     if mask.shape != image.shape[:2]:
         raise ValueError(f"mask of {mask.shape} pixels for an image of {image.shape[:2]}: same size needed")
-    shown = image * mask[..., None] if background == "remove" else image
+    colour = np.array(fill, np.uint8)
+    shown = np.where(mask[..., None], image, colour) if background == "remove" else image
     if not crop or not mask.any():
         return shown, mask
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
@@ -228,7 +231,7 @@ def region_view(
     y, x = top - (side - (bottom - top)) // 2, left - (side - (right - left)) // 2
     y0, x0 = max(y, 0), max(x, 0)
     y1, x1 = min(y + side, mask.shape[0]), min(x + side, mask.shape[1])
-    patch, alpha = np.zeros((side, side, 3), np.uint8), np.zeros((side, side), np.bool_)
+    patch, alpha = np.broadcast_to(colour, (side, side, 3)).copy(), np.zeros((side, side), np.bool_)
     patch[y0 - y : y1 - y, x0 - x : x1 - x] = shown[y0:y1, x0:x1]
     alpha[y0 - y : y1 - y, x0 - x : x1 - x] = mask[y0:y1, x0:x1]
     return patch, alpha

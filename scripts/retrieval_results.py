@@ -1,0 +1,231 @@
+"""Galleries that the cascade looked at → results.json, queries.jsonl and the table that is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fovea.metrics.retrieval import RetrievalResult
+    from fovea.pipeline import Look
+    from fovea.reweight import Calibrations
+    from fovea.score_table import ScoreTable
+    from fovea.types import Evidence, Query, Region
+
+INTERVALS = ("recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "mrr")
+STATIC = ("global", "local", "add", "multiply")
+NUM_MASKS = 5  # queries.jsonl holds the masks of this many candidates, and of the gold images
+MARGIN = 0.03  # non-inferiority margin of the calibrated rule, in recall@1
+
+
+@dataclass
+class Gallery:
+    """One split, looked at."""
+
+    split: str
+    queries: list[Query]
+    look: Look
+    evidence: list[Evidence]
+    num_images: int
+    absent: int
+
+
+def pool(galleries: Sequence[Gallery]) -> ScoreTable:
+    """All galleries' rows as one table."""
+    from fovea.score_table import ScoreTable
+
+    return ScoreTable.concat([gallery.look.table for gallery in galleries])
+
+
+def spans(table: ScoreTable) -> list[tuple[int, int]]:
+    """(start, end) of each query's rows."""
+    starts = table.starts().tolist()
+    return list(zip(starts[:-1], starts[1:], strict=True))
+
+
+def runs(table: ScoreTable, fused: np.ndarray, gold: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Query → kept candidate → score; beyond the top K nothing counts as retrieved, whatever the fusion."""
+    return {
+        query_id: {table.image_ids[row]: float(fused[row]) for row in range(a, b) if table.rank[row] > 0}
+        for query_id, (a, b) in zip(table.query_ids, spans(table), strict=True)
+        if query_id in gold
+    }
+
+
+def summarise(
+    table: ScoreTable, results: dict[str, RetrievalResult], splits: Sequence[str], bootstrap: int
+) -> dict[str, Any]:
+    """Means over galleries, their spread, intervals over pooled queries, and the paired comparisons."""
+    import numpy as np
+
+    from fovea.metrics.retrieval import bootstrap_interval, paired_bootstrap
+
+    split_of = dict(zip(table.query_ids, table.splits, strict=True))
+    members = np.array([split_of[query_id] for query_id in next(iter(results.values())).query_ids])
+    scored = [split for split in splits if (members == split).any()]
+    galleries: dict[str, Any] = {
+        split: {
+            name: {
+                metric: float(values[members == split].mean()) for metric, values in result.per_query.items()
+            }
+            for name, result in results.items()
+        }
+        for split in scored
+    }
+
+    def over(statistic: Callable[[list[float]], float]) -> dict[str, dict[str, float]]:
+        return {
+            name: {
+                metric: float(statistic([galleries[s][name][metric] for s in scored]))
+                for metric in result.per_query
+            }
+            for name, result in results.items()
+        }
+
+    first = {name: result.per_query["recall@1"] for name, result in results.items()}
+    best = max((name for name in STATIC if name in first), key=lambda name: first[name].mean())
+    comparisons = []
+    for a, b in dict.fromkeys([("local", "global"), ("learned", "global"), ("learned", best)]):
+        if a in first:
+            interval = paired_bootstrap(first[a], first[b], n=bootstrap)
+            row = {
+                "metric": "recall@1",
+                "a": a,
+                "b": b,
+                "difference": interval.mean,
+                "low": interval.low,
+                "high": interval.high,
+            }
+            if (a, b) == ("learned", best):
+                row |= {"margin": MARGIN, "not_inferior": interval.low > -MARGIN}
+            comparisons.append(row)
+    return {
+        "retrieval": over(np.mean),
+        "spread": over(lambda values: np.std(values, ddof=1)) if len(scored) > 1 else None,
+        "intervals": {
+            name: {m: list(bootstrap_interval(result.per_query[m], n=bootstrap)[1:]) for m in INTERVALS}
+            for name, result in results.items()
+        },
+        "galleries": galleries,
+        "best_static": best,
+        "comparisons": comparisons,
+    }
+
+
+def coverage(galleries: Sequence[Gallery], table: ScoreTable, gold: dict[str, Any]) -> dict[str, int]:
+    """What the figures rest on, in counts."""
+    kept = table.is_gold & (table.rank > 0)
+    return {
+        "queries": len(table.query_ids),
+        "queries_evaluated": len(gold),
+        "queries_without_gold": len(table.query_ids) - len(gold),
+        "queries_with_gold_in_top_k": sum(bool(kept[a:b].any()) for a, b in spans(table)),
+        "gold_images_absent": sum(gallery.absent for gallery in galleries),
+        "phrases": sum(map(len, table.phrase_ids)),
+        "candidates_without_region": sum(all(r is None for r in own) for own in table.region_ids),
+    }
+
+
+def write_queries(path: Path, galleries: Sequence[Gallery], calibrations: Calibrations | None) -> None:
+    """One JSON line a query: phrases, and candidates before and after reweighting with their regions."""
+    from fovea.reweight import fuse
+
+    with path.open("w") as file:
+        for gallery in galleries:
+            table = gallery.look.table
+            learned = None if calibrations is None else fuse("learned", table, calibrations)
+            for q, (a, b) in enumerate(spans(table)):
+                query, evidence = gallery.queries[q], gallery.evidence[q]
+                place = {table.image_ids[row]: row for row in range(a, b)}
+                before = sorted(
+                    (row for row in range(a, b) if table.rank[row] > 0), key=lambda row: table.rank[row]
+                )
+                after = []
+                for image in evidence.images:
+                    row = place[image.candidate.image_id]
+                    entry: dict[str, Any] = {
+                        "image_id": image.candidate.image_id,
+                        "global": image.global_score,
+                        "local": image.local_score,
+                        "score": image.score,
+                        "regions": [
+                            region_json(region, mask=len(after) < NUM_MASKS or bool(table.is_gold[row]))
+                            for region in image.regions
+                        ],
+                    }
+                    after.append(entry if learned is None else entry | {"learned": float(learned[row])})
+                line = {
+                    "query_id": query.id,
+                    "split": query.split,
+                    "text": query.text,
+                    "phrases": [{"id": p.id, "text": p.text, "span": list(p.span)} for p in evidence.phrases],
+                    "gold_image_ids": list(query.gold_image_ids),
+                    "before": [
+                        {"image_id": table.image_ids[row], "global": float(table.global_[row])}
+                        for row in before
+                    ],
+                    "after": after,
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def region_json(region: Region, *, mask: bool) -> dict[str, Any]:
+    """A region as queries.jsonl holds it."""
+    row = {"phrase_id": region.phrase_id, "box": region.box.tolist()} | region.scores
+    if mask and region.mask is not None:
+        row["rle"] = {"size": list(region.mask["size"]), "counts": region.mask["counts"].decode("ascii")}
+    return row
+
+
+def show(report: dict[str, Any], out: Path) -> None:
+    """The figures as a table, and what they rest on."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    metrics = ("recall@1", "recall@5", "recall@10", "recall@20", "mrr")
+    galleries = report["galleries"]
+    table = Table(
+        title=f"retrieval, mean ± spread over {len(galleries)} galleries [95 % interval over queries], %"
+    )
+    table.add_column("fusion")
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+    for name, row in report["retrieval"].items():
+        cells = []
+        for metric in metrics:
+            spread = "" if report["spread"] is None else f" ± {100 * report['spread'][name][metric]:.1f}"
+            low, high = report["intervals"][name][metric]
+            cells.append(
+                f"{100 * row[metric]:.1f}{spread}"
+                + (f" \\[{100 * low:.0f}–{100 * high:.0f}]" if metric == "recall@1" else "")
+            )
+        table.add_row(name, *cells)
+    console.print(table)
+    for name, fit in (report["calibration"] or {}).items():
+        console.print(
+            f"{name}: {fit['objective']} by {fit['method']}: W_g {fit['w_global']:.3f}, "
+            f"W_l {fit['w_local']:.3f}, B {fit['bias']:.3f}; {fit['num_queries']} queries, "
+            f"{fit['num_skipped']} skipped"
+            + (", a negative weight!" if min(fit["w_global"], fit["w_local"]) < 0 else "")
+        )
+    for c in report["comparisons"]:
+        verdict = (
+            ""
+            if "not_inferior" not in c
+            else f"; margin {100 * c['margin']:.0f}: {'not inferior' if c['not_inferior'] else 'not shown'}"
+        )
+        console.print(
+            f"{c['a']} − {c['b']}: {100 * c['difference']:+.1f} points of {c['metric']} "
+            f"\\[{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]{verdict}"
+        )
+    counts = report["coverage"]
+    console.print(
+        f"{counts['queries_evaluated']} of {counts['queries']} queries evaluated, gold image within the top "
+        f"{report['settings']['top_k']} for {counts['queries_with_gold_in_top_k']}. Files: {out}"
+    )
