@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.sampling import EpochSampler, ShardSampler
+from datamodules.sampling import EpochSampler, ResumableLoader, ShardSampler
 from fovea import masks
 from fovea.batches import PairBatch, RetrievalBatch
 from fovea.images import BadImage, ImageReader, ImageTransform
@@ -316,8 +316,11 @@ class PairData(L.LightningDataModule):
             raise ValueError(
                 f"data.batch_size={self.batch_size} is more than the {len(sampler)} training images of a rank"
             )
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        if trainer.fit_loop.restarting and done:
+        # Batches a killed run had trained on in this epoch; a whole epoch's worth belongs to the last one.
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed % (
+            len(sampler) // self.batch_size
+        )
+        if trainer.fit_loop.restarting:
             sampler.skip(trainer.current_epoch, done * self.batch_size)
         return self._loader(self._train, sampler, drop_last=True)
 
@@ -330,7 +333,7 @@ class PairData(L.LightningDataModule):
         ]
 
     def _loader(self, dataset: Dataset[Any], sampler: Any, *, drop_last: bool) -> DataLoader[Any]:
-        return DataLoader(
+        return ResumableLoader(
             dataset,
             batch_size=self.batch_size,
             sampler=sampler,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 
 class EpochSampler(Sampler[int]):
@@ -55,3 +56,17 @@ class ShardSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Tells Lightning that the loader resumes inside an epoch, which `EpochSampler.skip` sees to.
+
+    The place in the epoch is part of the trainer's own progress, so there is no state to keep here.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see the class."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: see the class."""

@@ -75,19 +75,22 @@ class Recorder(L.Callback):
         self.names.append(batch.names)
 
 
-@pytest.mark.parametrize("max_regions", [0, 2])
-def test_overfits_one_batch(tables: Path, max_regions: int) -> None:
-    """One batch again and again: the loss falls to a fraction, with and without regions."""
+@pytest.mark.parametrize(("max_regions", "share"), [(0, 0.25), (2, 0.4)])
+def test_overfits_one_batch(tables: Path, max_regions: int, share: float) -> None:
+    """One batch again and again: the loss falls to a fraction of its start.
+
+    With regions the floor is higher: a phrase that two regions share leaves the entropy of the choice.
+    """
     module, data = build(tables, max_regions=max_regions, lr=1e-2, full_image_rate=0.0)
     record = Recorder()
     trainer(max_steps=1).fit(module, data)
     batch = next(iter(data.train_dataloader()))
-    trainer(max_steps=60, callbacks=[record]).fit(module, DataLoader([batch], batch_size=None))
-    assert record.losses[-1] < 0.25 * record.losses[0]
+    trainer(max_steps=100, callbacks=[record]).fit(module, DataLoader([batch], batch_size=None))
+    assert record.losses[-1] < share * record.losses[0]
 
 
 def test_three_and_three_steps_are_six(tables: Path, tmp_path: Path) -> None:
-    """Stopped in the middle of an epoch and resumed: ids, losses and weights are those of one run, bit for bit.
+    """Stopped inside an epoch and resumed: ids, losses and weights are those of one run, bit for bit.
 
     25 batches an epoch: step 3 is inside it, so the loader's place in the epoch has to survive.
     """
@@ -154,7 +157,8 @@ def test_regions_of_a_batch(tables: Path) -> None:
     for i in range(batch.num_global, len(batch.pixels)):
         assert batch.ids[i, 1] == stable_id("right " + phrases[batch.names[i]])
         assert 0 < batch.alpha[i].float().mean() < 1
-        assert batch.pixels[i][batch.alpha[i] == 0].max() == 0
+        # The encoder's mean colour, 0 after normalisation.
+        assert (batch.pixels[i][batch.alpha[i] == 0] == 128).all()
     assert set(batch.image_ids[batch.num_global :].tolist()) <= set(
         batch.image_ids[: batch.num_global].tolist()
     )
@@ -166,6 +170,8 @@ def test_regions_of_a_batch(tables: Path) -> None:
         ({"full_image_rate": 1.0}, "whole"),
         ({"region_text": "query"}, "query"),
         ({"background": "keep"}, "keep"),
+        ({"fill": "black"}, "black"),
+        ({"crop": True}, "crop"),
     ],
 )
 def test_each_switch_changes_the_right_tensor(tables: Path, options: dict[str, Any], check: str) -> None:
@@ -179,9 +185,12 @@ def test_each_switch_changes_the_right_tensor(tables: Path, options: dict[str, A
         assert set(batch.names[regional]) <= set(batch.names[: batch.num_global])
     elif check == "query":
         assert set(batch.ids[regional, 1].tolist()) <= set(batch.ids[: batch.num_global, 1].tolist())
+    elif check == "crop":
+        # The object fills the frame: its mask covers far more than in the scene.
+        assert batch.alpha[regional].float().mean() > 0.3
     else:
-        outside = batch.pixels[regional][batch.alpha[regional] == 0]
-        assert outside.float().mean() > 10
+        outside = batch.pixels[regional][batch.alpha[regional] == 0].float()
+        assert outside.std() > 10 if check == "keep" else (outside == 0).all()
 
 
 def test_pictures_as_partners(tmp_path: Path) -> None:
@@ -214,8 +223,8 @@ def test_pictures_as_partners(tmp_path: Path) -> None:
 
 
 def test_collapsed_encoder_scores_zero() -> None:
-    """All embeddings equal: every gold is tied with all others, and the pessimistic rule gives R@1 = 0, not 1."""
-    encoder = tiny_clip(["a"], image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
+    """All embeddings equal: every gold is tied with all others, so pessimistic R@1 is 0, not 1."""
+    encoder = tiny_clip(list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
     torch.nn.init.zeros_(encoder.get_parameter("clip.visual.proj.weight"))
     module = AlphaClip(encoder)
     from two_ranks import gallery, loaders
@@ -239,7 +248,7 @@ def test_frozen_text_and_clamped_scale(tables: Path) -> None:
 
 
 def test_optimizer_groups() -> None:
-    """Deeper layers get smaller rates (the paper's) or larger ones; temperature alone and undecayed; all in."""
+    """Deeper layers get smaller rates (the paper's) or larger; the temperature is alone, undecayed."""
     encoder = tiny_clip(
         ["a"], image_size=16, widths=(8, 8), layers=2, embed_dim=8, heads=2, text_width=8, alpha=True
     )

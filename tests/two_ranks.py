@@ -1,4 +1,4 @@
-"""Run by test_contrastive_module as two gloo processes and as one: prints the loss and gradient norms as JSON."""
+"""Two gloo processes, and one: the loss and the gradients as JSON. Run by test_contrastive_module."""
 
 from __future__ import annotations
 
