@@ -1,7 +1,7 @@
-"""Score, evaluate, report: `python scripts/evaluate.py {scores,retrieval,report} --help`.
+"""Score, evaluate, report: `python scripts/evaluate.py {scores,retrieval,report,picture} --help`.
 
 `scores` writes the table of scores that a calibration is fitted on; `retrieval` yields every fusion from
-one such table on test galleries; `report` writes the page of a run.
+one such table on test galleries; `report` writes the page of a run, `picture` one question of it.
 """
 
 from __future__ import annotations
@@ -150,6 +150,19 @@ def report(run_dir: str, tables: str | None = None, limit: int = 40, seed: int =
     print(build(run_dir, tables=tables, limit=limit, seed=seed))
 
 
+def picture(run_dir: str, out: str, tables: str | None = None) -> None:
+    """Write a PNG of one question of RUN_DIR on its way through the cascade.
+
+    Args:
+        run_dir: what `retrieval` wrote to.
+        out: the PNG.
+        tables: canonical tables with the images, those of the run when absent.
+    """
+    from fovea.report.cascade import draw
+
+    print(f"{draw(run_dir, out, tables=tables)} → {out}")
+
+
 def look_at(
     settings: Settings, fusion: str, calibrations: Calibrations | None, seconds: dict[str, float]
 ) -> Iterator[Gallery]:
@@ -268,16 +281,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         fields = sub.add_class_arguments(Settings)
         sub.add_function_arguments(function, skip={"settings"})
         commands.add_subcommand(function.__name__, sub)
-    page = ArgumentParser(description=str(report.__doc__).splitlines()[0])
-    page.add_function_arguments(report, as_positional=True)
-    commands.add_subcommand("report", page)
+    for function in (report, picture):
+        page = ArgumentParser(description=str(function.__doc__).splitlines()[0])
+        page.add_function_arguments(function, as_positional=True)
+        commands.add_subcommand(function.__name__, page)
 
     arguments = parser.parse_args(argv)
     own = arguments[arguments.command].as_dict()
     own.pop("config", None)
     try:
-        if arguments.command == "report":
-            report(**own)
+        if arguments.command in ("report", "picture"):
+            {"report": report, "picture": picture}[arguments.command](**own)
         else:
             settings = Settings(**{key: own.pop(key) for key in fields})
             {"scores": scores, "retrieval": retrieval}[arguments.command](settings, **own)
