@@ -326,6 +326,54 @@ def test_variables(scripts: dict[str, ModuleType]) -> None:
     assert stage.outputs == ("f7",)
 
 
+def test_variables_made_from_variables(scripts: dict[str, ModuleType]) -> None:
+    """A variable may name earlier ones; `--set` reaches what is made from it; lists become words."""
+    row = {
+        "vars": {"data": "d x", "images": "{data}/i", "seeded": "{images}-{seed}", "extra": []},
+        "stages": [
+            {"name": "one", "command": "{python} {images} {seeded} {extra}", "inputs": ["{images}", "a b"],
+             "outputs": ["f"]}
+        ],
+    }  # fmt: skip
+    (stage,) = scripts["stage_graph"].read_graph(row).stages
+    assert stage.commands == (("{python}", "d x/i", "d x/i-{seed}"),)
+    assert stage.inputs == (("d x/i", ("images", "data")), ("a b", ()))
+    changed = scripts["reproduce"].with_settings("row", row, ["data=/my data", "extra=-v 'a b'"])
+    (stage,) = scripts["stage_graph"].read_graph(changed).stages
+    assert stage.commands == (("{python}", "/my data/i", "/my data/i-{seed}", "-v", "a b"),)
+    for wrong in ("dta=x", "data"):
+        with pytest.raises(
+            scripts["stage_graph"].Failure, match="variables of row row: data, images, seeded"
+        ):
+            scripts["reproduce"].with_settings("row", row, [wrong])
+
+
+def test_missing_inputs_end_the_run_before_its_first_stage(rows: Path, tmp_path: Path) -> None:
+    """All are named, with their variable; nothing has run. `--set` mends it; the files are watched."""
+    data = tmp_path / "data"
+
+    def change(row: dict[str, Any]) -> None:
+        row["vars"] = {"data": "nowhere"}
+        row["stages"][1]["inputs"] = ["{data}"]
+        row["stages"][2]["inputs"] = ["{data}/list.json", "gone.txt"]
+
+    edit(rows, change)
+    done = reproduce(rows)
+    assert done.returncode == 1 and not (rows.parent / "count-world").exists()
+    assert "stage train: nowhere is not there (variable data; give yours: --set data=PATH)" in done.stderr
+    assert "stage evaluate: nowhere/list.json is not there" in done.stderr
+    assert "stage evaluate: gone.txt is not there\n" in done.stderr
+    edit(rows, lambda row: row["stages"][2]["inputs"].pop())
+    data.mkdir()
+    (data / "list.json").write_text("1")
+    assert reproduce(rows, "--set", f"data={data}").returncode == 0
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 3
+    (data / "list.json").write_text("2")  # of the same size: train knows the folder by names and sizes
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 2
+    (data / "photo").write_text("x")
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 1
+
+
 def test_every_row_is_well_formed(scripts: dict[str, ModuleType]) -> None:
     """configs/expected.yaml parses, and the graph of every row that is not open passes all checks."""
     rows = scripts["reproduce"].read_rows(ROOT / "configs" / "expected.yaml")
