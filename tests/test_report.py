@@ -15,7 +15,6 @@ from PIL import Image
 from fovea import masks
 from fovea.report import build, plots, queries
 from fovea.report.overlay import outline, trace
-from fovea.report.page import chance
 from fovea.tables import TableWriter
 
 HOSTILE = """<script>alert("q")</script> & '"><img src=x onerror=alert(1)> $x_1$"""
@@ -316,52 +315,6 @@ def test_without_calibration(run: Path) -> None:
     )
     text = build(run).read_text()
     assert "by the rule add" in text and "no gain over whole images" in text
-
-
-@pytest.mark.parametrize(("low", "said"), [(0.05, "cannot be told from chance"), (0.2, "did not help")])
-def test_chance_is_named(run: Path, low: float, said: str) -> None:
-    """Galleries of 5 and 10 images: R@1 by chance (1/5 + 1/10) / 2 = 15 %; within the interval or not.
-
-    R@2 would be 30 %, but the cascade keeps one candidate (top K = 1), so it is 15 % as well.
-    """
-    recalls = {"recall@1": 0.3, "recall@2": 0.3}
-    write(
-        run,
-        [row("one", ["a", "b"], ["a", "b"], "a")],
-        calibration=None,
-        fusion="add",
-        comparisons=[],
-        spread=None,
-        retrieval={"global": recalls, "add": recalls},
-        intervals={"global": {"recall@1": [low, 0.4], "recall@2": [low, 0.4]}},
-        corpus={"name": "full", "images": {"x": 5, "y": 10}},
-        settings={"tables": str(run.parent / "tables"), "top_k": 1},
-    )
-    text = build(run).read_text()
-    assert "a random order 15.0&nbsp;%" in text and said in text and ">chance<" in text
-    results = json.loads((run / "results.json").read_text())
-    assert chance(results, [1, 2]) == {1: pytest.approx(0.15), 2: pytest.approx(0.15)}
-    assert chance({}, [1]) == {1: None}
-
-
-def test_annotated_regions_are_named_and_a_shared_one_shows_both_colours(run: Path) -> None:
-    """The label stands beside the cosine unless the phrase says the same; a repeated outline is dashed."""
-    region = {"box": [1, 2, 3, 4], "similarity": 0.5}
-    line = row("q", ["photo"], ["photo"], "photo", text="red pig, blue <b>")
-    line["phrases"] = [
-        {"id": f"p{i}", "text": t, "span": None} for i, t in enumerate(["red pig", "blue <b>"])
-    ]
-    line["after"][0]["regions"] = [
-        region | {"phrase_id": "p0", "label": "Red pig"},
-        region | {"phrase_id": "p1", "label": "toy <b>"},
-    ]
-    write(run, [line])
-    text = build(run).read_text()
-    assert "0.50</span>" in text and "0.50 toy &lt;b&gt;</span>" in text
-    assert "<title>red pig</title>" in text and "<title>blue &lt;b&gt; → toy &lt;b&gt;</title>" in text
-    page = Page(text)
-    assert len(page.all("g", **{"class": "c0"})) == len(page.all("g", **{"class": "c1 again"})) > 0
-    assert not page.all("g", **{"class": "c0 again"})
 
 
 @pytest.mark.parametrize(
