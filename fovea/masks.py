@@ -221,9 +221,8 @@ def region_view(
     if mask.shape != image.shape[:2]:
         raise ValueError(f"mask of {mask.shape} pixels for an image of {image.shape[:2]}: same size needed")
     colour = np.array(fill, np.uint8)
-    shown = np.where(mask[..., None], image, colour) if background == "remove" else image
     if not crop or not mask.any():
-        return shown, mask
+        return (np.where(mask[..., None], image, colour) if background == "remove" else image), mask
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
     longest = max(bottom - top, right - left)
@@ -232,8 +231,10 @@ def region_view(
     y0, x0 = max(y, 0), max(x, 0)
     y1, x1 = min(y + side, mask.shape[0]), min(x + side, mask.shape[1])
     patch, alpha = np.broadcast_to(colour, (side, side, 3)).copy(), np.zeros((side, side), np.bool_)
-    patch[y0 - y : y1 - y, x0 - x : x1 - x] = shown[y0:y1, x0:x1]
+    patch[y0 - y : y1 - y, x0 - x : x1 - x] = image[y0:y1, x0:x1]
     alpha[y0 - y : y1 - y, x0 - x : x1 - x] = mask[y0:y1, x0:x1]
+    if background == "remove":  # after the cut: a photograph has far more pixels than its regions
+        patch[~alpha] = colour
     return patch, alpha
 
 

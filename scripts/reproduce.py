@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stage_graph import ROOT, Failure, read_graph, read_yaml
+from stage_graph import ROOT, Failure, read_graph, read_variables, read_yaml
 from stage_run import Run, say, write_json
 
 WORLD_CAP = 3600.0
@@ -142,13 +143,28 @@ def print_list(rows: dict[str, dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def with_settings(name: str, row: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """The row with `--set NAME=VALUE` put into its variables; a name that its graph lacks is refused."""
+    if not settings:
+        return row
+    known = read_variables(row)
+    chosen: dict[str, Any] = {}
+    for text in settings:
+        variable, equals, value = text.partition("=")
+        if not equals or variable not in known:
+            raise Failure(f"--set {text}: NAME=VALUE; the variables of row {name}: {', '.join(known)}")
+        # A list is words, as in the graph: --set alpha_args='--trainer.max_epochs=2 --model.lr=1e-4'.
+        chosen[variable] = shlex.split(value) if isinstance(known[variable], list) else value
+    return row | {"vars": row.get("vars", {}) | chosen}
+
+
 def run_row(
     name: str, row: dict[str, Any], out: Path, *, args: argparse.Namespace, deadline: float | None
 ) -> list[Any]:
     """Run one row for every seed; returns the lines of its comparison and leaves them in `summary.json`."""
     if row.get("status") == "open":
         raise Failure(f"row {name} is open: its code is still to come. {row.get('note', '')}".rstrip())
-    graph = read_graph(row)
+    graph = read_graph(with_settings(name, row, args.set))
     results, seconds = [], time.monotonic()
     about = sum(stage.about or 0 for stage in graph.stages)
     say(f"{name}: {row.get('title', '')} ({len(graph.stages)} stages; from nothing about {about:.0f} s)")
@@ -195,6 +211,10 @@ def parse() -> argparse.Namespace:
         "--time-cap", type=float, metavar="SECONDS",
         help=f"end after this long; the same command goes on from there (with --all: {WORLD_CAP:.0f})",
     )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE",
+        help="with --row: a variable of its graph, e.g. the paths of your own data",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="run finished stages again")
     parser.add_argument(
         "--expected", type=Path, default=ROOT / "configs" / "expected.yaml", metavar="FILE",
@@ -203,6 +223,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.all and not args.world:
         parser.error("--all needs --world: rows on your own data are run one at a time, with --row")
+    if args.set and not args.row:
+        parser.error("--set needs --row: variables belong to one graph")
     args.out = args.out and args.out.resolve()
     args.expected = args.expected.resolve()
     if args.seeds < 1:

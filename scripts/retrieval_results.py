@@ -177,6 +177,8 @@ def write_queries(path: Path, galleries: Sequence[Gallery], calibrations: Calibr
 def region_json(region: Region, *, mask: bool) -> dict[str, Any]:
     """A region as queries.jsonl holds it."""
     row = {"phrase_id": region.phrase_id, "box": region.box.tolist()} | region.scores
+    if region.label:
+        row["label"] = region.label
     if mask and region.mask is not None:
         row["rle"] = {"size": list(region.mask["size"]), "counts": region.mask["counts"].decode("ascii")}
     return row

@@ -5,7 +5,8 @@ placeholders: `{python}`, `{seed}`, `{run}` (the run's directory), `{dir}` (the 
 `{NAME}`, the directory of stage NAME or an entry of `vars:` (a word that is nothing but `{NAME}` of a list is
 replaced by its items). There is no shell. Naming a stage makes it a need; `needs:` adds those that no
 command names. A graph may extend another one and override its `vars:`; a row of expected.yaml may override
-them again.
+them again, and `reproduce.py --set NAME=VALUE` has the last word. A variable may name others. `inputs:` are
+files and directories from outside, all of which must be there before the first stage starts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of a graph; `commands` hold placeholders, `about` is the expected wall-clock in seconds."""
+    """One node of a graph.
+
+    `commands` hold placeholders, `about` is the expected wall-clock in seconds, `inputs` are paths (relative
+    ones to the repository) with the variables that each is made from.
+    """
 
     name: str
     title: str
     commands: tuple[tuple[str, ...], ...]
     needs: tuple[str, ...]
     outputs: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     code: tuple[str, ...] = ()
     about: float | None = None
     shared: bool = False
@@ -63,8 +68,13 @@ def read_yaml(path: Path) -> Any:
         raise Failure(f"{path}: not valid YAML: {error}") from error
 
 
-def read_graph(row: dict[str, Any]) -> Graph:
-    """The stage graph of a row: its file (or inline stages), `extends`, and variables, the row's last."""
+def read_variables(row: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a row's graph with the row's values, as they are written."""
+    return _read_spec(row)[2]
+
+
+def _read_spec(row: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A row's file name, its graph (from the file, or inline), and variables, the row's last."""
     spec: dict[str, Any] = dict(row)
     where = "expected.yaml"
     variables: dict[str, Any] = {}
@@ -76,7 +86,13 @@ def read_graph(row: dict[str, Any]) -> Graph:
             variables |= base.get("vars", {})
             spec = base | spec
         variables |= spec.get("vars", {})
-    variables |= row.get("vars", {})
+    return where, spec, variables | row.get("vars", {})
+
+
+def read_graph(row: dict[str, Any]) -> Graph:
+    """The stage graph of a row, checked."""
+    where, spec, variables = _read_spec(row)
+    origins = _resolve(variables)
     problems: list[str] = []
     stages: list[Stage] = []
     about = spec.get("about", {})  # stage → seconds, for a graph that extends a larger one
@@ -84,7 +100,9 @@ def read_graph(row: dict[str, Any]) -> Graph:
         if entry.get("name") in about:
             entry = entry | {"about": about[entry["name"]]}
         names = {stage.name for stage in stages}
-        stages.append(_stage(entry, variables, earlier={s.name: s for s in stages}, problems=problems))
+        stages.append(
+            _stage(entry, variables, origins, earlier={s.name: s for s in stages}, problems=problems)
+        )
         if stages[-1].name in names | RESERVED | set(variables):
             problems.append(
                 f"stage {stages[-1].name}: the name is taken (by a stage, a variable or a placeholder)"
@@ -98,8 +116,27 @@ def read_graph(row: dict[str, Any]) -> Graph:
     )
 
 
+def _resolve(variables: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Put variables into those after them, in place; returns name → itself and what it is made from."""
+    origins: dict[str, tuple[str, ...]] = {}
+    for name, value in variables.items():
+        found = PLACEHOLDER.findall(value) if isinstance(value, str) else []
+        made_from = [other for part in found for other in origins.get(part, ())]
+        if made_from:
+            variables[name] = _expand([value], {part: variables[part] for part in found if part in origins})[
+                0
+            ]
+        origins[name] = tuple(dict.fromkeys([name, *made_from]))
+    return origins
+
+
 def _stage(
-    entry: dict[str, Any], variables: dict[str, Any], *, earlier: dict[str, Stage], problems: list[str]
+    entry: dict[str, Any],
+    variables: dict[str, Any],
+    origins: dict[str, tuple[str, ...]],
+    *,
+    earlier: dict[str, Stage],
+    problems: list[str],
 ) -> Stage:
     name = str(entry.get("name", "?"))
     if unknown := set(entry) - KEYS:
@@ -107,6 +144,10 @@ def _stage(
     raw = entry.get("commands") or [entry.get("command") or ""]
     commands = tuple(tuple(_expand(command, variables)) for command in raw)
     outputs = tuple(text for output in entry.get("outputs", ()) for text in _expand([output], variables))
+    inputs = tuple(
+        (_expand([path], variables)[0], sum((origins.get(v, ()) for v in PLACEHOLDER.findall(path)), ()))
+        for path in entry.get("inputs", ())
+    )
     found = {
         match for text in [*sum(commands, ()), *outputs] for match in PLACEHOLDER.findall(text)
     } - RESERVED
@@ -134,7 +175,7 @@ def _stage(
         commands=commands,
         needs=needs,
         outputs=outputs,
-        inputs=tuple(entry.get("inputs", ())),
+        inputs=inputs,
         code=tuple(entry.get("code", ())),
         about=entry.get("about"),
         shared=shared,

@@ -2,11 +2,11 @@
 
 A finished stage leaves a stamp and is skipped next time, as long as its key is the same and its outputs are
 there. The key hashes: the commands, every file of this repository that a command names (the script, the
-configs), the `inputs:` files, the sources (all of fovea/, lightning_modules/ and datamodules/, but for
-fovea/report/, which a stage adds by `code: [fovea/report]`), and the keys of the stages it builds on. A
-`shared: true` stage lives in `shared/NAME-HASH` beside the run, so that rows and seeds with the same command
-share it; the run's directory holds a link to it. A killed stage starts again in an empty directory, unless it
-says `resume: true`.
+configs), the `inputs:` (a directory by names and sizes), the sources (all of fovea/, lightning_modules/ and
+datamodules/, but for fovea/report/, which a stage adds by `code: [fovea/report]`), and the keys of the stages
+it builds on. A `shared: true` stage lives in `shared/NAME-HASH` beside the run, so that rows and seeds with
+the same command share it; the run's directory holds a link to it. A killed stage starts again in an empty
+directory, unless it says `resume: true`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ def hash_files(paths: list[Path]) -> dict[str, str]:
     return hashes
 
 
+def list_sizes(directory: Path) -> dict[str, int]:
+    """Name → bytes of every file below a directory that is too large to hash (a data set's photos)."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
 def hash_sources() -> str:
     """One hash over the sources that every stage depends on."""
     hashes = hash_files([ROOT / name for name in SOURCES])
@@ -77,6 +83,7 @@ class Run:
 
     def execute(self) -> None:
         """Run every stage that is not already there."""
+        self._check_inputs()
         (self.directory / ".stages").mkdir(parents=True, exist_ok=True)
         sources = hash_sources()
         for number, stage in enumerate(self.graph.stages, start=1):
@@ -84,6 +91,22 @@ class Run:
             with lock(stamp.with_suffix(".lock")) as descriptor:
                 self._one(stage, stamp, descriptor, f"[{number}/{len(self.graph.stages)}] {stage.name}")
             self._record_seconds()
+
+    def _check_inputs(self) -> None:
+        """Name every input that is not there, and the variables that say where it is."""
+        problems = []
+        for stage in self.graph.stages:
+            for path, variables in stage.inputs:
+                if (ROOT / path).exists():
+                    continue
+                text = f"stage {stage.name}: {path} is not there"
+                if variables:
+                    name, *rest = variables
+                    made_from = f", made from {', '.join(rest)}" if rest else ""
+                    text += f" (variable {name}{made_from}; give yours: --set {variables[-1]}=PATH)"
+                problems.append(text)
+        if problems:
+            raise Failure("input files are missing:\n" + "\n".join(f"  {text}" for text in problems))
 
     def fill(self, text: str, stage: Stage | None = None) -> str:
         """Put paths and the seed into a word."""
@@ -103,13 +126,12 @@ class Run:
             part for command in stage.commands for word in command for part in {word, word.rpartition("=")[2]}
         ]
         named = [ROOT / word for word in words if not word.startswith("/") and (ROOT / word).is_file()]
-        missing = [path for path in stage.inputs if not (ROOT / path).exists()]
-        if missing:
-            raise Failure(f"stage {stage.name}: input files are missing: {', '.join(missing)}")
-        files = hash_files([*named, *(ROOT / path for path in (*stage.inputs, *stage.code))])
-        self.keys[stage.name] = digest(
-            [own, list(stage.outputs), files, sources, {name: self.keys[name] for name in stage.needs}]
-        )
+        inputs = [path for path, _ in stage.inputs]
+        files = hash_files([*named, *(ROOT / path for path in stage.code)])
+        files |= hash_files([ROOT / path for path in inputs if (ROOT / path).is_file()])
+        sizes = {path: list_sizes(ROOT / path) for path in inputs if (ROOT / path).is_dir()}
+        key = [own, list(stage.outputs), files, sources, {name: self.keys[name] for name in stage.needs}]
+        self.keys[stage.name] = digest([*key, sizes] if sizes else key)
         if not stage.shared:
             self.directories[stage.name] = self.directory / stage.name
             return self.directory / ".stages" / f"{stage.name}.json"

@@ -271,6 +271,23 @@ def test_real_photos_turned(shared_data: Path, tmp_path: Path) -> None:
             assert np.abs(again[row["id"]].astype(int) - reader.read(row)).mean() < 3
 
 
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("sky-other-merged", "sky"),
+        ("wall-brick", "brick wall"),
+        ("floor-other-merged", "floor"),
+        ("window-blind", "window blind"),
+        ("door-stuff", "door"),
+        ("dining table", "dining table"),
+        ("other", "other"),
+    ],
+)
+def test_panoptic_classes_become_phrases(label: str, name: str) -> None:
+    """What a text encoder should read in the place of a panoptic class; the label stays as it is."""
+    assert coco.plain_name(label) == name
+
+
 def test_missing_and_unreadable_photos(build: Build) -> None:
     """`skip` leaves them out with their regions, counts and lists them; `fail` names each of them in one
     error.

@@ -309,39 +309,30 @@ def test_a_directory_of_someone_else_is_not_deleted(rows: Path) -> None:
     assert precious.read_text() == "years of work"
 
 
-def test_variables(scripts: dict[str, ModuleType]) -> None:
-    """The row's variables win over the graph's; a list becomes words; shell syntax stays text."""
-    row = {
-        "vars": {"extra": ["-x", "a b"], "size": 7},
-        "stages": [
-            {
-                "name": "one",
-                "command": "{python} -c pass {extra} --n={size} '$HOME; ls' {dir}",
-                "outputs": ["f{size}"],
-            }
-        ],
-    }
-    (stage,) = scripts["stage_graph"].read_graph(row).stages
-    assert stage.commands == (("{python}", "-c", "pass", "-x", "a b", "--n=7", "$HOME; ls", "{dir}"),)
-    assert stage.outputs == ("f7",)
+def test_missing_inputs_end_the_run_before_its_first_stage(rows: Path, tmp_path: Path) -> None:
+    """All are named, with their variable; nothing has run. `--set` mends it; the files are watched."""
+    data = tmp_path / "data"
 
+    def change(row: dict[str, Any]) -> None:
+        row["vars"] = {"data": "nowhere"}
+        row["stages"][1]["inputs"] = ["{data}"]
+        row["stages"][2]["inputs"] = ["{data}/list.json", "gone.txt"]
 
-def test_every_row_is_well_formed(scripts: dict[str, ModuleType]) -> None:
-    """configs/expected.yaml parses, and the graph of every row that is not open passes all checks."""
-    rows = scripts["reproduce"].read_rows(ROOT / "configs" / "expected.yaml")
-    assert {"quickstart", "smoke"} <= set(rows)
-    for row in rows.values():
-        if row.get("status") != "open":
-            assert scripts["stage_graph"].read_graph(row).stages
-
-
-def test_smoke_is_the_quickstart_in_miniature(scripts: dict[str, ModuleType]) -> None:
-    """Same stages, same programs; only words that variables put in differ."""
-    rows = scripts["reproduce"].read_rows(ROOT / "configs" / "expected.yaml")
-    big, small = (scripts["stage_graph"].read_graph(rows[name]) for name in ("quickstart", "smoke"))
-    assert [stage.name for stage in big.stages] == [stage.name for stage in small.stages]
-    for left, right in zip(big.stages, small.stages, strict=True):
-        assert [words[:3] for words in left.commands] == [words[:3] for words in right.commands]
+    edit(rows, change)
+    done = reproduce(rows)
+    assert done.returncode == 1 and not (rows.parent / "count-world").exists()
+    assert "stage train: nowhere is not there (variable data; give yours: --set data=PATH)" in done.stderr
+    assert "stage evaluate: nowhere/list.json is not there" in done.stderr
+    assert "stage evaluate: gone.txt is not there\n" in done.stderr
+    edit(rows, lambda row: row["stages"][2]["inputs"].pop())
+    data.mkdir()
+    (data / "list.json").write_text("1")
+    assert reproduce(rows, "--set", f"data={data}").returncode == 0
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 3
+    (data / "list.json").write_text("2")  # of the same size: train knows the folder by names and sizes
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 2
+    (data / "photo").write_text("x")
+    assert reproduce(rows, "--set", f"data={data}").stdout.count("not run again") == 1
 
 
 def test_a_changed_source_or_config_changes_the_key(

@@ -304,6 +304,14 @@ def _panoptic_ids(job: _Job, result: _Result, drawn_on: tuple[int, int]) -> np.n
     return ids
 
 
+def plain_name(label: str) -> str:
+    """A panoptic class as one would say it: `sky-other-merged` is sky, `wall-brick` a brick wall."""
+    parts = [part for part in label.split("-") if part not in ("merged", "other", "stuff")]
+    if parts[:1] in (["wall"], ["floor"], ["ceiling"]):
+        parts = [*parts[1:], parts[0]]
+    return " ".join(parts) or label
+
+
 def _write(writer: TableWriter, report: Report, result: _Result, split: str) -> None:
     photo, (height, width) = result.photo, result.size
     caption = photo.captions[0][1] if photo.captions else ""
@@ -318,7 +326,7 @@ def _write(writer: TableWriter, report: Report, result: _Result, split: str) -> 
         prefix = "panoptic" if segment.kind == "panoptic" else "instance"
         what = {
             "label": segment.label,
-            "phrase": segment.label,
+            "phrase": plain_name(segment.label) if segment.kind == "panoptic" else segment.label,
             "iscrowd": segment.iscrowd,
             "source": segment.kind,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,12 +48,14 @@ class Outline:
         scale: (x, y) factor from path units to the original's pixels.
         label: for screen readers and tooltips.
         colour: index of the phrase's colour.
+        again: an earlier phrase chose the same region; drawn in dashes, so that both colours are seen.
     """
 
     path: str
     scale: tuple[float, float]
     label: str
     colour: int
+    again: bool = False
 
 
 def picture(key: str, pixels: UInt8Array) -> Picture:
@@ -87,6 +89,16 @@ def outline(region: dict[str, Any], label: str, colour: int) -> Outline:
         grey = Image.fromarray(mask.astype(np.uint8) * 255).resize(size, Image.Resampling.BOX)
         mask = np.asarray(grey) >= 128
     return Outline(trace(mask), (width / mask.shape[1], height / mask.shape[0]), label, colour)
+
+
+def mark_repeats(outlines: list[Outline]) -> list[Outline]:
+    """The same outlines, `again` set on each whose path and place an earlier one has."""
+    seen: set[tuple[str, tuple[float, float]]] = set()
+    out = []
+    for item in outlines:
+        out.append(replace(item, again=(item.path, item.scale) in seen))
+        seen.add((item.path, item.scale))
+    return out
 
 
 def trace(mask: BoolArray) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fovea.images import BadImage, ImageReader
 from fovea.report import plots, queries
-from fovea.report.overlay import Outline, Picture, outline, picture
+from fovea.report.overlay import Outline, Picture, mark_repeats, outline, picture
 from fovea.tables import Tables
 from fovea.types import FUSIONS
 
@@ -47,7 +47,11 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Shown:
-    """One candidate as the page draws it; `moved` is its rank before reweighting, None when it had none."""
+    """One candidate as the page draws it.
+
+    `moved` is its rank before reweighting, None when it had none; `similarities` holds the colour, cosine,
+    weight and annotated label (empty for a proposal, or where it says what the phrase says) of each region.
+    """
 
     image_id: str
     picture: Picture | None
@@ -56,7 +60,7 @@ class Shown:
     gold: bool
     scores: dict[str, float]
     outlines: list[Outline]
-    similarities: list[tuple[int, float, float | None]]
+    similarities: list[tuple[int, float, float | None, str]]
     gap: bool
 
 
@@ -118,7 +122,7 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
         fusions=fusion_rows(results),
         metrics=[f"recall@{k}" for k in cut_offs(retrieval)],
         calibration=results.get("calibration") or {},
-        recall_curve=plots.recall_curve(retrieval, cut_offs(retrieval)),
+        recall_curve=plots.recall_curve(retrieval, cut_offs(retrieval), chance(results, cut_offs(retrieval))),
         distributions=plots.score_distributions(rows),
         curves=plots.training_curves(run_dir),
         cards=cards,
@@ -174,6 +178,22 @@ def fusion_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def chance(results: dict[str, Any], ks: list[int]) -> dict[int, float | None]:
+    """recall@k of a random order of the corpus: k / N, mean over galleries; None where N is not recorded.
+
+    Beyond the top K nothing counts as retrieved, for a random order as for the cascade.
+    """
+    sizes = [n for n in ((results.get("corpus") or {}).get("images") or {}).values() if n]
+    kept = (results.get("settings") or {}).get("top_k") or max(ks)
+    return {k: sum(min(k, kept, n) / n for n in sizes) / len(sizes) if sizes else None for k in ks}
+
+
+def _by_chance(results: dict[str, Any], metric: str, expected: float | None) -> bool:
+    """Whether the interval of the coarse stage's figure holds what a random order would give."""
+    interval = (results.get("intervals") or {}).get("global", {}).get(metric)
+    return bool(expected is not None and interval and interval[0] <= expected <= interval[1])
+
+
 def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures at the top: the first cut-off, the ceiling that the candidates set, and what changed.
 
@@ -201,6 +221,9 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
         # Share of questions: hit@k, which is recall@k when every question has one gold image.
         "hits": [retrieval[name].get(hit, retrieval[name][first]) for name in ("global", fusion)],
         "fusion": fusion,
+        "chance": chance(results, ks)[ks[0]],
+        # Of the coarse stage, whose figure everything else builds on.
+        "by_chance": _by_chance(results, first, chance(results, ks)[ks[0]]),
         "ceiling": retrieval["global"][last],
         "ceiling_metric": last,
         "comparison": comparisons[0] if comparisons else None,
@@ -232,8 +255,18 @@ def card(row: dict[str, Any], pictures: Pictures) -> Card:
                 scores={
                     name: found[name] for name in ("score", "global", "local") if found.get(name) is not None
                 },
-                outlines=[outline(r, texts[r["phrase_id"]], colours[r["phrase_id"]]) for r in regions],
-                similarities=[(colours[r["phrase_id"]], r["similarity"], r.get("weight")) for r in regions],
+                outlines=mark_repeats(
+                    [outline(r, title(texts[r["phrase_id"]], r), colours[r["phrase_id"]]) for r in regions]
+                ),
+                similarities=[
+                    (
+                        colours[r["phrase_id"]],
+                        r["similarity"],
+                        r.get("weight"),
+                        new_label(texts[r["phrase_id"]], r),
+                    )
+                    for r in regions
+                ],
                 gap=rank > last + 1,
             )
             last = rank
@@ -251,6 +284,18 @@ def card(row: dict[str, Any], pictures: Pictures) -> Card:
         gold_before=queries.gold_rank(row, "before"),
         gold_after=queries.gold_rank(row, "after"),
     )
+
+
+def new_label(phrase: str, region: dict[str, Any]) -> str:
+    """The annotated label of a region, unless the phrase says the same or there is none."""
+    label = str(region.get("label") or "")
+    return "" if label.lower() == phrase.lower() else label
+
+
+def title(phrase: str, region: dict[str, Any]) -> str:
+    """What an outline means: the phrase, and what it was grounded in where that is known."""
+    label = new_label(phrase, region)
+    return f"{phrase} → {label}" if label else phrase
 
 
 def _image_rows(source: Path, chosen: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

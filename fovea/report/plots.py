@@ -25,8 +25,10 @@ COLOURS = {
 _CYCLE = list(COLOURS.values())
 
 
-def recall_curve(retrieval: dict[str, dict[str, float]], ks: list[int]) -> Markup | None:
-    """Recall@k over k, one line a fusion; None with fewer than two k."""
+def recall_curve(
+    retrieval: dict[str, dict[str, float]], ks: list[int], chance: dict[int, float | None]
+) -> Markup | None:
+    """Recall@k over k, one line a fusion and one for a random order; None with fewer than two k."""
     if len(ks) < 2:
         return None
     figure, (axes,) = _figure(1)
@@ -38,6 +40,16 @@ def recall_curve(retrieval: dict[str, dict[str, float]], ks: list[int]) -> Marku
             color=COLOURS.get(name, _CYCLE[index % len(_CYCLE)]), linewidth=2.6 if main else 1.4,
             linestyle="-" if main else "--", zorder=3 if main else 2,
         )  # fmt: skip
+    by_chance = [(k, 100 * value) for k in ks if (value := chance.get(k)) is not None]
+    if by_chance:
+        axes.plot(
+            *zip(*by_chance, strict=True),
+            label="chance",
+            color=_MUTED,
+            linewidth=1.2,
+            linestyle=":",
+            zorder=1,
+        )
     axes.set_xscale("log")
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.minorticks_off()
