@@ -95,8 +95,8 @@ def measure(options: argparse.Namespace) -> Any:
         """What `scripts/train.py fit` runs, with its progress bar and log to files off."""
         trainer = L.Trainer(
             accelerator="cpu", devices=1, max_steps=steps, max_epochs=1, logger=False,
-            callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            use_distributed_sampler=False,
+            callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(module, DataLoader([batch] * steps, batch_size=None))  # type: ignore[arg-type]
 

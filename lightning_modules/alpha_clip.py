@@ -89,8 +89,13 @@ class AlphaClip(L.LightningModule):
         DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is
         that of one process with the whole batch.
         """
-        left = self.embed(batch.pixels, batch.alpha, None)
-        right = self.embed(batch.partner_pixels, None, batch.tokens)
+        if batch.partner_pixels is None:
+            left = self.embed(batch.pixels, batch.alpha, None)
+            right = self.embed(None, None, batch.tokens)
+        else:
+            # In one pass: apart, batch norm would see other statistics on each side than in evaluation.
+            both = self.embed(torch.cat([batch.pixels, batch.partner_pixels]), None, None)
+            left, right = both.chunk(2)
         terms = []
         for part in (slice(0, batch.num_global), slice(batch.num_global, None)):
             ids, image_ids = batch.ids[part], batch.image_ids[part]

@@ -66,8 +66,8 @@ def config(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "data": {"class_path": "datamodules.pairs.PairData", "init_args": data},
                 "trainer": {
                     "accelerator": "cpu", "devices": 1, "max_steps": 2, "max_epochs": 1,
-                    "log_every_n_steps": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0, "enable_progress_bar": False,
-                    "enable_model_summary": False,
+                    "log_every_n_steps": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+                    "enable_progress_bar": False, "enable_model_summary": False,
                 },
             }
         )
@@ -291,3 +291,34 @@ def test_loggers_without_wandb(config: Path, tmp_path: Path, name: str, curves: 
     assert len(list(tmp_path.rglob("metrics.csv"))) == curves
     assert len(list(tmp_path.rglob("*.ckpt"))) == 1 and (tmp_path / "config.yaml").is_file()
     assert not (tmp_path / "wandb").exists()
+
+
+def test_entities_from_fit_to_test(tiny_entities: Path, tmp_path: Path) -> None:
+    """configs/quickstart/entities.yaml in miniature: fit, export, `test` from the bundle.
+
+    The bundle gives the figures of the checkpoint that it was made of; each picture of a view counts once,
+    although there are several questions about it.
+    """
+    from fovea.tables import Tables
+    from scripts.export import export
+
+    config = ROOT / "configs/quickstart/entities.yaml"
+    small = [f"--data.tables={tiny_entities}", "--data.batch_size=8", "--trainer.enable_progress_bar=false"]
+    short = ["--trainer.max_steps=3", "--trainer.check_val_every_n_epoch=1"]
+    fitted = run("fit", config, tmp_path / "fit", *small, *short, "--trainer.callbacks=[]")
+    ckpt = export(tmp_path / "fit", tmp_path / "bundle")
+    assert fitted.trainer.global_step == 3
+    results = []
+    bundle_flags = [
+        "--model.encoder=fovea.bundle.load_encoder",
+        f"--model.encoder.path={tmp_path / 'bundle'}",
+    ]
+    for name, flags in (("ckpt", [f"--ckpt_path={ckpt}"]), ("bundle", bundle_flags)):
+        run("test", config, tmp_path / name, *small, "--trainer.callbacks=[]", *flags)
+        results.append(json.loads((tmp_path / name / "results.json").read_text())["retrieval"])
+    assert results[0] == results[1]
+    images = Tables(tiny_entities).table("images").column("split").to_pylist()
+    for split in ("test-seen", "test-heldout"):
+        row = results[0][split]
+        assert (row["images"], row["queries"]) == (images.count("kb"), images.count(split))
+        assert 0 <= row["recall@1"] <= row["recall@3"] <= row["recall@5"] <= 1
