@@ -155,7 +155,7 @@ class PairDataset(Dataset[PairBatch]):
             ids=torch.tensor(ids, dtype=torch.int64).view(-1, 2),
             image_ids=torch.tensor([stable_id(r[5]) for r in rows], dtype=torch.int64),
             num_global=len(whole),
-            names=[r[3] for r in rows],
+            names=np.array([r[3] for r in rows], np.str_),
         )
 
 
@@ -198,6 +198,8 @@ class PairData(L.LightningDataModule):
         train_split: str = "train",
         val_split: str = "val",
         val_image_split: str | None = None,
+        test_splits: tuple[str, ...] = (),
+        test_image_split: str | None = None,
         batch_size: int = 128,
         seed: int | None = None,
         partner: Partner = "text",
@@ -220,6 +222,8 @@ class PairData(L.LightningDataModule):
             train_split: split whose images are trained on.
             val_split: split whose queries are validated on (`val/recall@1`).
             val_image_split: split of the gallery's images, default `val_split`.
+            test_splits: splits that `train.py test` evaluates, each by itself (`test/SPLIT/recall@1`).
+            test_image_split: split of the images of every test gallery, default each test split's own.
             batch_size: images a rank and step; 1024 (CLIP) and 512 (Alpha-CLIP) over all ranks in the paper.
             seed: of the order and of every random choice; None takes the run's `seed_everything`.
             partner: `text` pairs an image with its queries' texts, `picture` with the query's own picture.
@@ -240,6 +244,7 @@ class PairData(L.LightningDataModule):
         self.tables = Tables(tables)
         self.train_split, self.val_split = train_split, val_split
         self.val_image_split = val_image_split or val_split
+        self.test_splits, self.test_image_split = list(test_splits), test_image_split
         self.batch_size, self.partner = batch_size, partner
         # Lightning leaves the run's seed here for its own workers.
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
@@ -247,18 +252,32 @@ class PairData(L.LightningDataModule):
         self.background, self.crop, self.margin, self.min_crop = background, crop, margin, min_crop
         self.fill = fill
         self.cache_images, self.bad_images, self.num_workers = cache_images, bad_images, num_workers
-        present = set(self.tables.table("queries").column("split").to_pylist())
-        absent = [
-            f"{k}={v!r}"
-            for k, v in {"train_split": train_split, "val_split": val_split}.items()
-            if v not in present
-        ]
-        if absent:
-            raise ValueError(f"{', '.join(absent)}: no such split in {tables}; it has {sorted(present)}")
+        self._check_splits(
+            "queries", {"train_split": train_split, "val_split": val_split, "test_splits": self.test_splits}
+        )
+        self._check_splits(
+            "images", {"val_image_split": self.val_image_split, "test_image_split": test_image_split}
+        )
         if max_regions and partner == "picture":
             raise ValueError("data.max_regions > 0 pairs regions with phrases; it needs data.partner=text")
         self._train: PairDataset | None = None
         self._val: list[_Side] = []
+        self._test: list[_Side] = []
+
+    def _check_splits(self, table: str, asked: dict[str, str | list[str] | None]) -> None:
+        """Name every split that `table` lacks."""
+        present = set(self.tables.table(table).column("split").to_pylist())
+        absent = [
+            f"data.{key}={split!r}"
+            for key, value in asked.items()
+            for split in ([value] if isinstance(value, str) else value or [])
+            if split not in present
+        ]
+        if absent:
+            raise ValueError(
+                f"{', '.join(absent)}: no such split among the {table} of {self.tables.root}; it has "
+                f"{sorted(present)}"
+            )
 
     def setup(self, stage: str) -> None:
         """Join the tables for this rank."""
@@ -272,16 +291,28 @@ class PairData(L.LightningDataModule):
         if stage == "fit" and self._train is None:
             pictures = _Pictures(self.tables, self.bad_images, self.cache_images)
             self._train = PairDataset(self._train_rows(images), pictures, self, encoder)
-        if not self._val:
-            pictures = _Pictures(self.tables, self.bad_images, self.cache_images)
-            queries = self.tables.queries(split=self.val_split)
-            gallery = [(row, row["id"]) for row in images.values() if row["split"] == self.val_image_split]
-            asked: list[tuple[Any, str]] = [
-                (q.text if self.partner == "text" else images[str(q.image_id)], q.gold_image_ids[0])
-                for q in queries
-                if q.gold_image_ids
-            ]
-            self._val = [_Side(gallery, pictures, encoder), _Side(asked, pictures, encoder)]
+        if stage == "test":
+            if not self.test_splits:
+                raise ValueError("data.test_splits is empty: name the splits to test on, e.g. '[test-0]'")
+            galleries = [(split, self.test_image_split or split) for split in self.test_splits]
+            self._test = [side for pair in galleries for side in self._sides(images, *pair, encoder)]
+        elif not self._val:
+            self._val = self._sides(images, self.val_split, self.val_image_split, encoder)
+
+    def _sides(
+        self, images: dict[str, dict[str, Any]], split: str, image_split: str, encoder: Any
+    ) -> list[_Side]:
+        """The two sides of a gallery; a query picture counts once, however many questions are about it."""
+        pictures = _Pictures(self.tables, self.bad_images, self.cache_images)
+        gallery = [(row, row["id"]) for row in images.values() if row["split"] == image_split]
+        queries = [q for q in self.tables.queries(split=split) if q.gold_image_ids]
+        asked: list[tuple[Any, str]] = [(q.text, q.gold_image_ids[0]) for q in queries]
+        if self.partner == "picture":
+            shown = dict.fromkeys(
+                (q.image_id, q.gold_image_ids[0]) for q in queries if q.image_id is not None
+            )
+            asked = [(images[image_id], gold) for image_id, gold in shown]
+        return [_Side(gallery, pictures, encoder), _Side(asked, pictures, encoder)]
 
     def _train_rows(self, images: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         queries: dict[str, list[Query]] = defaultdict(list)
@@ -326,10 +357,17 @@ class PairData(L.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """The gallery's images, then its queries, each row on exactly one rank."""
+        return self._exact(self._val)
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        """The same for each of `test_splits`."""
+        return self._exact(self._test)
+
+    def _exact(self, sides: Sequence[_Side]) -> list[DataLoader[Any]]:
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         return [
             self._loader(side, ShardSampler(len(side), rank=rank, world_size=world_size), drop_last=False)
-            for side in self._val
+            for side in sides
         ]
 
     def _loader(self, dataset: Dataset[Any], sampler: Any, *, drop_last: bool) -> DataLoader[Any]:

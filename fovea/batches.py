@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 
@@ -18,7 +20,7 @@ class PairBatch(NamedTuple):
         ids: int64 [n, 2], hashes of what the left side shows and of what the right side says.
         image_ids: int64 [n], hash of the image that a row comes from (for eq. 6's mean over regions).
         num_global: B.
-        names: id of each row, for messages.
+        names: id of each row, for messages; an array, because Lightning walks through every string of a list.
     """
 
     pixels: Tensor
@@ -28,7 +30,7 @@ class PairBatch(NamedTuple):
     ids: Tensor
     image_ids: Tensor
     num_global: int
-    names: list[str]
+    names: npt.NDArray[np.str_]
 
 
 class RetrievalBatch(NamedTuple):

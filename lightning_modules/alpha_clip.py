@@ -6,7 +6,9 @@ are Alpha-CLIP; pictures on both sides are image–image InfoNCE (RoRA-VLM's ent
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -37,6 +39,7 @@ class AlphaClip(L.LightningModule):
         freeze_text: bool = False,
         region_weight: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.98),
+        recall_at: tuple[int, ...] = (1, 5, 20),
     ) -> None:
         """Constructor arguments are the config.
 
@@ -50,14 +53,17 @@ class AlphaClip(L.LightningModule):
             freeze_text: the paper freezes the text encoder for Alpha-CLIP.
             region_weight: weight of the regional term of eq. 6 (1 in the paper).
             betas: AdamW's, CLIP's values.
+            recall_at: cut-offs k of `val/recall@k` and `test/SPLIT/recall@k`.
         """
         super().__init__()
+        if not recall_at or min(recall_at) < 1:
+            raise ValueError(f"model.recall_at={list(recall_at)}: at least one cut-off, each 1 or more")
         self.save_hyperparameters(ignore=["encoder"])
         self.encoder = encoder.train()
         if freeze_text:
             for parameter in encoder.text_parameters():
                 parameter.requires_grad_(False)
-        # Rows of the validation gallery, per dataloader: embeddings and ids.
+        # Rows of the galleries and their queries, per dataloader: embeddings and ids.
         self._gallery: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def on_fit_start(self) -> None:
@@ -83,8 +89,13 @@ class AlphaClip(L.LightningModule):
         DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is
         that of one process with the whole batch.
         """
-        left = self.embed(batch.pixels, batch.alpha, None)
-        right = self.embed(batch.partner_pixels, None, batch.tokens)
+        if batch.partner_pixels is None:
+            left = self.embed(batch.pixels, batch.alpha, None)
+            right = self.embed(None, None, batch.tokens)
+        else:
+            # In one pass: apart, batch norm would see other statistics on each side than in evaluation.
+            both = self.embed(torch.cat([batch.pixels, batch.partner_pixels]), None, None)
+            left, right = both.chunk(2)
         terms = []
         for part in (slice(0, batch.num_global), slice(batch.num_global, None)):
             ids, image_ids = batch.ids[part], batch.image_ids[part]
@@ -127,8 +138,9 @@ class AlphaClip(L.LightningModule):
                 f"{self.global_step}; logit scale {self.encoder.logit_scale.exp().item():.1f}; "
                 f"rows of this batch: {', '.join(batch.names[:32])}"
             )
-        figures = {"train/loss": loss, "train/loss_global": whole, "train/loss_regional": regional}
-        figures["train/logit_scale"] = self.encoder.logit_scale.exp()
+        figures = {"train/loss": loss, "train/logit_scale": self.encoder.logit_scale.exp()}
+        if batch.alpha is not None:  # the same on all ranks, unlike the number of regions
+            figures |= {"train/loss_global": whole, "train/loss_regional": regional}
         self.log_dict(figures, sync_dist=True, batch_size=batch.num_global)
         return loss
 
@@ -147,24 +159,54 @@ class AlphaClip(L.LightningModule):
         self._gallery.setdefault(dataloader_idx, []).append((embedded, batch.ids))
 
     def on_validation_epoch_end(self) -> None:
-        """Recall at 1, 5 and 20 of the whole gallery, exact on any number of ranks."""
+        """Recall of the validation gallery."""
+        recall, _, _ = self.recall(0)
+        for i, (k, value) in enumerate(recall.items()):
+            self.log(f"val/recall@{k}", value, prog_bar=i == 0)
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the last galleries."""
+        self._gallery = {}
+
+    def test_step(self, batch: RetrievalBatch, _: int, dataloader_idx: int = 0) -> None:
+        """As validation, for several galleries: dataloaders 2g and 2g + 1 are the two sides of gallery g."""
+        self.validation_step(batch, _, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Recall of each gallery, logged and written to `results.json` at the top of the run's directory.
+
+        The DataModule names its galleries in `test_splits`.
+        """
+        results: dict[str, dict[str, float]] = {}
+        for g, name in enumerate(getattr(self.trainer, "datamodule").test_splits):  # noqa: B009
+            recall, num_images, num_queries = self.recall(g)
+            self.log_dict({f"test/{name}/recall@{k}": value for k, value in recall.items()})
+            results[name] = {f"recall@{k}": value.item() for k, value in recall.items()}
+            results[name] |= {"images": num_images, "queries": num_queries}
+        if self.trainer.is_global_zero:
+            directory = Path(self.trainer.default_root_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "results.json").write_text(json.dumps({"retrieval": results}, indent=1) + "\n")
+
+    def recall(self, gallery: int) -> tuple[dict[int, Tensor], int, int]:
+        """Recall at each cut-off of a whole gallery, exact on any number of ranks; its images and queries."""
         empty = (
             torch.zeros(0, self.encoder.embed_dim, device=self.device),
             torch.zeros(0, dtype=torch.int64).to(self.device),
         )
         sides = []
-        for side in (0, 1):
+        for side in (2 * gallery, 2 * gallery + 1):
             rows = self._gallery.get(side) or [empty]
             sides.append(gather_rows(self, torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])))
         (images, image_ids), (queries, gold_ids) = sides
         if len(images) == 0 or len(queries) == 0:
-            return
+            return {}, len(images), len(queries)
         scores = queries @ images.T
         gold = scores.masked_fill(image_ids[None] != gold_ids[:, None], -math.inf).amax(1, keepdim=True)
         # Pessimistic ties (every equal score counts as ahead): a collapsed encoder scores zero, not 100 %.
         ahead = ((scores >= gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
-        for k in (1, 5, 20):
-            self.log(f"val/recall@{k}", (ahead < k).float().mean(), prog_bar=k == 1)
+        recall = {k: (ahead < k).float().mean() for k in self.hparams["recall_at"]}
+        return recall, len(images), len(queries)
 
     def configure_optimizers(self) -> Any:
         """AdamW with depth-dependent rates, linear warm-up, cosine."""

@@ -189,7 +189,9 @@ def run_row(
         print_comparison(lines)
     first = Run(graph=graph, directory=out, shared=out.parent / "shared", seed=0)
     say(f"{name}: {time.monotonic() - seconds:.0f} s")
-    say(f"  report   {first.fill(graph.report)}\n  results  {first.fill(graph.results)}")
+    for what, path in (("report", first.fill(graph.report)), ("results", first.fill(graph.results))):
+        if Path(path).exists():
+            say(f"  {what:<8} {path}")
     return lines
 
 

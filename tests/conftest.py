@@ -22,3 +22,21 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is not here: this test reads real data that the project does not ship")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Canonical tables of the embedded world's scenes, in miniature."""
+    from datamodules import world
+
+    config = world.WorldConfig.smoke()
+    return world.build(tmp_path_factory.mktemp("world") / "tables", config=config, workers=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_entities(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Canonical tables of the embedded world's entities, in miniature."""
+    from datamodules import world_entities
+
+    config = world_entities.EntityConfig.smoke()
+    return world_entities.build(tmp_path_factory.mktemp("entities") / "tables", config=config, workers=1)

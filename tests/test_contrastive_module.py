@@ -72,7 +72,7 @@ class Recorder(L.Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.names.append(batch.names)
+        self.names.append(batch.names.tolist())
 
 
 @pytest.mark.parametrize(("max_regions", "share"), [(0, 0.25), (2, 0.4)])

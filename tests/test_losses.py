@@ -86,6 +86,21 @@ def test_half_precision_input_is_computed_in_fp32() -> None:
     torch.testing.assert_close(loss, losses.info_nce(a.float(), a.float(), torch.tensor(math.log(100.0))))
 
 
+def test_autocast_does_not_reach_the_loss() -> None:
+    """Under bf16-mixed the loss and its gradient are those of float32: bf16 logits would be off by 0.4 %."""
+    torch.manual_seed(0)
+    plain = torch.randn(2, 9, 16, requires_grad=True)
+    mixed = plain.detach().clone().requires_grad_()
+    scale = torch.tensor(4.6)
+    want = losses.info_nce(plain[0], plain[1], scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = losses.info_nce(mixed[0], mixed[1], scale)
+    assert got.dtype == torch.float32 and got.item() == want.item()
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(mixed.grad, plain.grad, rtol=0, atol=0)
+
+
 def test_shares_of_two_ranks_add_up_with_gradient() -> None:
     """Rows 0–2 and 3–6 as two uneven shares: loss and gradients are those of the whole batch."""
     torch.manual_seed(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -42,7 +43,7 @@ def whole_batch() -> PairBatch:
         ids=torch.stack([left, right], 1),
         image_ids=torch.cat([image, region_of]),
         num_global=7,
-        names=[str(i) for i in range(12)],
+        names=np.array([str(i) for i in range(12)]),
     )
 
 
@@ -59,7 +60,7 @@ def share(batch: PairBatch, rank: int) -> PairBatch:
         batch.ids[pick],
         batch.image_ids[pick],
         3 if rank == 0 else 4,
-        [batch.names[i] for i in rows],
+        batch.names[rows],
     )
 
 
