@@ -38,6 +38,10 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
         for metric, entry in row.get("metrics", {}).items():
             if unknown := set(entry) - {"ours", "spread", "date", "band", "paper"}:
                 problems.append(f"{where}, {metric}: unknown keys {sorted(unknown)}")
+            if "date" in entry:
+                entry["date"] = str(
+                    entry["date"]
+                )  # YAML reads an unquoted one as a date, which JSON cannot hold
             if "ours" in entry and not {"date", "band"} <= set(entry):
                 problems.append(f"{where}, {metric}: a measured value needs date and band")
     if problems:

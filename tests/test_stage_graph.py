@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,15 @@ def test_variables_made_from_variables(scripts: dict[str, ModuleType]) -> None:
             scripts["stage_graph"].Failure, match="variables of row row: data, images, seeded"
         ):
             scripts["reproduce"].with_settings("row", row, [wrong])
+
+
+def test_an_unquoted_date_is_text(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    """YAML makes a date object of 2026-11-30; the comparison goes to JSON, after a long run."""
+    text = "rows: {r: {graph: g, metrics: {a.b: {ours: 0.5, date: 2026-11-30, band: 0.1}}}}"
+    (tmp_path / "expected.yaml").write_text(text)
+    row = scripts["reproduce"].read_rows(tmp_path / "expected.yaml")["r"]
+    lines = scripts["reproduce"].compare("r", row, [{"a": {"b": 0.55}}])
+    assert json.loads(json.dumps(lines))[0]["date"] == "2026-11-30" and lines[0]["verdict"] == "in band"
 
 
 def test_every_row_is_well_formed(scripts: dict[str, ModuleType]) -> None:
