@@ -68,6 +68,7 @@ def compare(
     unit: str,
     rounds: int = 7,
     need: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Run both once to warm up, then turn about: ours, other, other, ours, ours, other, …
 
@@ -79,6 +80,7 @@ def compare(
         unit: what an item is.
         rounds: pairs of timed calls.
         need: smallest acceptable ratio.
+        clock: seconds; `time.process_time` is steadier on a busy machine, for jobs on a single thread.
     """
     jobs = (ours[1], other[1])
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +88,7 @@ def compare(
         job()
     for number in range(rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            start = time.perf_counter()
+            start = clock()
             jobs[side]()
-            seconds[side].append(time.perf_counter() - start)
+            seconds[side].append(clock() - start)
     return Comparison(title, (ours[0], other[0]), (tuple(seconds[0]), tuple(seconds[1])), items, unit, need)

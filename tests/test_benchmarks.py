@@ -27,6 +27,21 @@ def test_ratio_by_hand() -> None:
     assert Comparison("job", ("a", "b"), ((1.0,), (0.1,)), 1, "x", None).ok
 
 
+def test_another_clock() -> None:
+    """A clock that ticks once a call: every job takes one second of it, whatever it does."""
+    ticks = iter(range(100))
+    made = compare(
+        "job",
+        ("a", lambda: None),
+        ("b", lambda: None),
+        items=3,
+        unit="x",
+        rounds=2,
+        clock=lambda: next(ticks),
+    )
+    assert made.seconds == ((1, 1), (1, 1)) and made.ratio == 1
+
+
 def test_both_sides_take_turns() -> None:
     """One warm-up each, then A B, B A, A B: no side always runs first."""
     calls: list[str] = []
