@@ -256,7 +256,7 @@ def stream(command: list[str], log: TextIO, *, deadline: float | None, keep_open
         termios.tcsetwinsize(writer, termios.tcgetwinsize(sys.stdout.fileno()))
     else:
         reader, writer = os.pipe()
-    # libgomp's threads spin for milliseconds while they wait, which slows training threefold beside another busy
+    # Threads of libgomp spin for milliseconds while they wait, which slows training beside another busy
     # process; a short spin costs a quiet machine next to nothing.
     environment = {"GOMP_SPINCOUNT": "2000"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
