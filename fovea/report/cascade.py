@@ -61,8 +61,8 @@ def _figure(row: dict[str, Any], tables: Tables, shown: int) -> Any:
 
     images = {image["id"]: image for image in tables.rows("images")}
     reader = ImageReader(tables.root)
-    figure = Figure(figsize=(1.9 * shown, 5.6))
-    axes = figure.subplots(2, shown)
+    figure = Figure(figsize=(1.9 * shown, 4.7))
+    axes = figure.subplots(2, shown, gridspec_kw={"hspace": 0.2, "top": 0.88, "bottom": 0.05})
     colours = {p["id"]: COLOURS[i % len(COLOURS)] for i, p in enumerate(row["phrases"])}
     figure.suptitle(row["text"], fontsize=15, y=1.02)
     for i, phrase in enumerate(row["phrases"]):
@@ -74,7 +74,6 @@ def _figure(row: dict[str, Any], tables: Tables, shown: int) -> Any:
         ("retrieve", axes[0], row["before"]),
         ("reweight", axes[1], row["after"]),
     ):
-        axis_row[0].set_ylabel(name, fontsize=12)
         for axis in axis_row:
             axis.set_axis_off()
         for k, (axis, candidate) in enumerate(zip(axis_row, candidates[:shown], strict=False)):
@@ -82,7 +81,7 @@ def _figure(row: dict[str, Any], tables: Tables, shown: int) -> Any:
             axis.imshow(pixels, interpolation="nearest")
             score = f"{candidate['global']:.2f}"
             if name == "reweight":
-                score = f"global {candidate['global']:.2f}  local {candidate['local']:.2f}"
+                score = f"{candidate['global']:.2f} | {candidate['local']:.2f}"
             axis.set_title(f"{k + 1}.  {score}", fontsize=9)
             for region in candidate.get("regions", []):
                 if "rle" in region:
@@ -92,6 +91,14 @@ def _figure(row: dict[str, Any], tables: Tables, shown: int) -> Any:
             if candidate["image_id"] in row["gold_image_ids"]:
                 frame = Rectangle((0, 0), 1, 1, transform=axis.transAxes, fill=False, lw=6, ec="#2a9d5c")
                 axis.add_patch(frame)
-    figure.text(0.08, 0.73, "retrieve", rotation=90, va="center", fontsize=12)
-    figure.text(0.08, 0.3, "what · where · reweight", rotation=90, va="center", fontsize=12)
+    figure.text(0.08, 0.69, "retrieve\nglobal score", rotation=90, va="center", ha="center", fontsize=11)
+    figure.text(
+        0.08,
+        0.29,
+        "what · where · reweight\nglobal | local",
+        rotation=90,
+        va="center",
+        ha="center",
+        fontsize=11,
+    )
     return figure
