@@ -255,7 +255,7 @@ def records(file: Path) -> Iterator[Any]:
             yield record
 
 
-@pytest.mark.slow  # once, beside other tests, W&B had not yet written the file that is read here
+@pytest.mark.slow  # failed once beside other tests (empty config in the file), never alone; cause not found
 def test_wandb_offline(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/logger/wandb_offline.yaml: resolved config, losses and rates are in the offline run.
 
