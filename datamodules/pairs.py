@@ -92,8 +92,19 @@ class PairDataset(Dataset[PairBatch]):
             name = row["image"]["id"]
             said = query.text if self.data.partner == "text" else row["image"]["entity"] or name
             whole.append((pixels, None, partner, name, said, name))
+            for other in self._other_texts(row["queries"], query, rng):  # its further texts: no pixels again
+                whole.append((None, None, other, name, other, name))
             regional += self._regional(row, image, query, rng)
         return self._batch(whole, regional)
+
+    def _other_texts(self, queries: list[Query], query: Query, rng: np.random.Generator) -> list[str]:
+        """`texts_per_image` − 1 other texts of the image; one with fewer texts says some again."""
+        wanted = self.data.texts_per_image - 1
+        if wanted == 0:
+            return []
+        others = [other.text for other in queries if other is not query] or [query.text]
+        order = rng.permutation(len(others))
+        return [others[order[i % len(others)]] for i in range(wanted)]
 
     def _augment(self, image: UInt8Array, rng: np.random.Generator) -> UInt8Array:
         """Random resized crop that keeps at least `min_crop` of each side; off (1.0) by default."""
@@ -136,11 +147,12 @@ class PairDataset(Dataset[PairBatch]):
     def _batch(self, whole: list[tuple[Any, ...]], regional: list[tuple[Any, ...]]) -> PairBatch:
         rows = whole + regional
         side = self.transform.size
-        pixels = np.stack([r[0] for r in rows]) if rows else np.zeros((0, side, side, 3), np.uint8)
+        shown = [r for r in rows if r[0] is not None]
+        pixels = np.stack([r[0] for r in shown]) if rows else np.zeros((0, side, side, 3), np.uint8)
         alpha = None
         if self.data.max_regions:
             ones = np.ones((side, side), np.uint8)
-            alpha = torch.from_numpy(np.stack([ones if r[1] is None else r[1] for r in rows]))
+            alpha = torch.from_numpy(np.stack([ones if r[1] is None else r[1] for r in shown]))
         tokens = partners = None
         if self.data.partner == "text":
             tokens = self.tokenizer([r[2] for r in rows])
@@ -156,6 +168,7 @@ class PairDataset(Dataset[PairBatch]):
             image_ids=torch.tensor([stable_id(r[5]) for r in rows], dtype=torch.int64),
             num_global=len(whole),
             names=np.array([r[3] for r in rows], np.str_),
+            texts_per_image=self.data.texts_per_image,
         )
 
 
@@ -203,6 +216,7 @@ class PairData(L.LightningDataModule):
         batch_size: int = 128,
         seed: int | None = None,
         partner: Partner = "text",
+        texts_per_image: int = 1,
         max_regions: int = 0,
         region_text: Literal["phrase", "query"] = "phrase",
         full_image_rate: float = 0.1,
@@ -227,6 +241,8 @@ class PairData(L.LightningDataModule):
             batch_size: images a rank and step; 1024 (CLIP) and 512 (Alpha-CLIP) over all ranks in the paper.
             seed: of the order and of every random choice; None takes the run's `seed_everything`.
             partner: `text` pairs an image with its queries' texts, `picture` with the query's own picture.
+            texts_per_image: texts of an image in a batch; several share one pass of the image tower and are
+                all its positives (pays where the text tower is the cheaper one).
             max_regions: regions of an image in a batch (T of eq. 6 is at most this); 0 trains plain CLIP.
             region_text: pair a region with its phrase or with the whole question.
             full_image_rate: share of regional pairs replaced by whole images with alpha 1 (the paper: 10 %).
@@ -248,6 +264,7 @@ class PairData(L.LightningDataModule):
         self.batch_size, self.partner = batch_size, partner
         # Lightning leaves the run's seed here for its own workers.
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        self.texts_per_image = texts_per_image
         self.max_regions, self.region_text, self.full_image_rate = max_regions, region_text, full_image_rate
         self.background, self.crop, self.margin, self.min_crop = background, crop, margin, min_crop
         self.fill = fill
@@ -260,6 +277,11 @@ class PairData(L.LightningDataModule):
         )
         if max_regions and partner == "picture":
             raise ValueError("data.max_regions > 0 pairs regions with phrases; it needs data.partner=text")
+        if texts_per_image < 1 or (texts_per_image > 1 and partner == "picture"):
+            raise ValueError(
+                f"data.texts_per_image={texts_per_image} with data.partner={partner}: at least 1, and 1 for "
+                "pictures"
+            )
         self._train: PairDataset | None = None
         self._val: list[_Side] = []
         self._test: list[_Side] = []

@@ -12,14 +12,19 @@ from torch import Tensor
 class PairBatch(NamedTuple):
     """`B` whole-image pairs, then `M` regional pairs, in one set of rows (`n = B + M`).
 
+    An image with several texts has a row for each of them, one after the other, but its pixels only once:
+    row i < B belongs to image `i // texts_per_image`.
+
     Attributes:
-        pixels: uint8 [n, S, S, 3].
-        alpha: uint8 [n, S, S] of 0/1; 1 everywhere in the first B rows; None when no row has a mask.
+        pixels: uint8 [n, S, S, 3] ([B / texts_per_image + M, S, S, 3] with several texts).
+        alpha: uint8 [n, S, S] of 0/1 (as many as `pixels`); 1 everywhere for whole images; None when no row
+            has a mask.
         tokens: int64 [n, L], the text of each row, or None when the partner is a picture.
         partner_pixels: uint8 [n, S, S, 3], the partner picture, or None when it is a text.
         ids: int64 [n, 2], hashes of what the left side shows and of what the right side says.
         image_ids: int64 [n], hash of the image that a row comes from (for eq. 6's mean over regions).
         num_global: B.
+        texts_per_image: texts that go with one whole image.
         names: id of each row, for messages; an array, because Lightning walks through every string of a list.
     """
 
@@ -31,6 +36,7 @@ class PairBatch(NamedTuple):
     image_ids: Tensor
     num_global: int
     names: npt.NDArray[np.str_]
+    texts_per_image: int = 1
 
 
 class RetrievalBatch(NamedTuple):

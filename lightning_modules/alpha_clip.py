@@ -91,6 +91,10 @@ class AlphaClip(L.LightningModule):
         """
         if batch.partner_pixels is None:
             left = self.embed(batch.pixels, batch.alpha, None)
+            if batch.texts_per_image > 1:
+                num_images = batch.num_global // batch.texts_per_image
+                whole = left[:num_images].repeat_interleave(batch.texts_per_image, 0)
+                left = torch.cat([whole, left[num_images:]])
             right = self.embed(None, None, batch.tokens)
         else:
             # In one pass: apart, batch norm would see other statistics on each side than in evaluation.

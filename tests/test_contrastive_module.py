@@ -164,6 +164,34 @@ def test_regions_of_a_batch(tables: Path) -> None:
     )
 
 
+def test_several_texts_of_an_image(tables: Path) -> None:
+    """Three texts an image are the loss and gradient of three rows an image; the tower sees it once."""
+    module, data = build(tables, texts_per_image=3, max_regions=1, full_image_rate=0.0)
+    run = trainer(max_steps=1)
+    run.fit(module, data)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.num_global == 48 and len(batch.pixels) == len(batch.tokens) - 32 == len(batch.alpha)
+    texts: dict[str, set[str]] = {}
+    for query in data.tables.queries(split="train"):
+        texts.setdefault(query.gold_image_ids[0], set()).add(query.text)
+    for i in range(0, 48, 3):
+        (name,) = set(batch.names[i : i + 3])
+        said = {stable_id(f"right {text}") for text in texts[name]}
+        assert set(batch.ids[i : i + 3, 1].tolist()) == said  # three captions a scene, each once
+
+    module.encoder.eval()  # batch norm would count an image three times
+    pixels, alpha = (
+        torch.cat([rows[:16].repeat_interleave(3, 0), rows[16:]]) for rows in (batch.pixels, batch.alpha)
+    )
+    repeated = batch._replace(pixels=pixels, alpha=alpha, texts_per_image=1)
+    gradients = []
+    for each in (batch, repeated):
+        module.zero_grad()
+        sum(module.loss(each)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "check"),
     [
@@ -288,6 +316,7 @@ def test_non_finite_loss_names_step_and_rows(tables: Path) -> None:
         ({"train_split": "trian"}, "trian.*no such split"),
         ({"batch_size": 10_000}, "batch_size=10000 is more than"),
         ({"partner": "picture", "max_regions": 1}, "needs data.partner=text"),
+        ({"partner": "picture", "texts_per_image": 2}, "texts_per_image=2 with data.partner=picture"),
     ],
 )
 def test_impossible_settings_are_named(tables: Path, options: dict[str, Any], message: str) -> None:
