@@ -169,7 +169,8 @@ def test_results_say_what_they_rest_on(run):
     counts = results["coverage"]
     assert (counts["queries"], counts["queries_evaluated"], counts["queries_without_gold"]) == (28, 26, 2)
     assert counts["gold_images_absent"] == 2 and counts["phrases"] == 28
-    assert results["corpus"] == {"name": "full", "images": {"one": 12, "two": 12}}
+    corpus = {"name": "full", "among": "corpus", "images": {"one": 12, "two": 12}}
+    assert results["corpus"] == corpus | {"unreadable": {"one": 0, "two": 0}}
     assert results["seeds"] == [0] and results["world"] == {"reader": "test", "seed": 5}
     for name, row in results["intervals"].items():
         for metric, (low, high) in row.items():
