@@ -26,7 +26,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
         for number, (name, colour) in enumerate(COLOURS.items()):
             path = writer.directory / f"{name}.png"
             Image.new("RGB", (20, 16), colour).save(path)
-            for split in ("train", "val") if number == 0 else ("train",):
+            for split in ("train", "val") if number == 6 else ("train",):
                 writer.add("queries", id=f"{split}-{name}", text=name, gold_image_ids=[name], split=split)
             split = "val" if number >= 6 else "train"
             writer.add("images", id=name, path=path.name, width=20, height=16, split=split)
