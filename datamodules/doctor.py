@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.workers import ordered_map
+from fovea.bad_images import BAD_IMAGES
 from fovea.images import BadImage, ImageReader
 from fovea.tables import Tables
 
-BAD_IMAGES = "bad_images.jsonl"
 STATES = ("present", "missing", "unreadable")
 # Wraps an iterable of known length, e.g. tqdm.
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -86,7 +86,8 @@ class Report:
 
 def write_bad(path: Path, bad: Iterable[dict[str, str]]) -> None:
     """JSONL, one row for each bad image; an empty file says that there was none."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in bad)
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def examine(root: str | Path, *, workers: int = 1, progress: Progress = silent) -> Report:
@@ -113,11 +114,13 @@ def examine(root: str | Path, *, workers: int = 1, progress: Progress = silent) 
         else:
             bad = {"id": image_id, "split": split, "path": row["path"], "state": state, "reason": reason}
             report.add_bad(bad)
-    _count_queries(tables, split_of, report)
+    listed = tables.root / BAD_IMAGES
+    lines = listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else []
+    left_out = {json.loads(line)["id"] for line in lines}
+    _count_queries(tables, split_of, left_out, report)
     _count_regions(tables, split_of, report)
-    left_out = tables.root / BAD_IMAGES
-    if left_out.is_file() and (number := len(left_out.read_text().splitlines())):
-        report.notes.append(f"{number:,} images were left out when the tables were made; see {left_out}")
+    if left_out:
+        report.notes.append(f"{len(left_out):,} images were left out when the tables were made; see {listed}")
     return report
 
 
@@ -137,18 +140,22 @@ def _read(item: tuple[str, dict[str, Any]]) -> tuple[dict[str, Any], str, str]:
     return row, "present", ""
 
 
-def _count_queries(tables: Tables, split_of: dict[str, str], report: Report) -> None:
+def _count_queries(tables: Tables, split_of: dict[str, str], left_out: set[str], report: Report) -> None:
     seen: set[str] = set()
-    unknown, twice = [], []
+    unknown, twice, lacking = [], [], 0
     for row in tables.rows("queries"):
         report.queries.setdefault(row["split"], Counter())[row["kind"]] += 1
         if row["id"] in seen:
             twice.append(row["id"])
         seen.add(row["id"])
         named = [*row["gold_image_ids"], *([row["image_id"]] if row["image_id"] else [])]
-        unknown += [f"{row['id']} → {image_id}" for image_id in named if image_id not in split_of]
+        absent = [image_id for image_id in named if image_id not in split_of]
+        lacking += bool(absent) and left_out.issuperset(absent)
+        unknown += [f"{row['id']} → {image_id}" for image_id in absent if image_id not in left_out]
     if twice:
         report.problems.append(f"queries.parquet: {len(twice):,} ids occur twice: {twice[:5]}")
+    if lacking:
+        report.notes.append(f"{lacking:,} queries name an image that was left out; they stay unanswered")
     if unknown:
         report.problems.append(f"queries.parquet: {len(unknown):,} image ids are unknown: {unknown[:5]}")
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from fovea.bad_images import BadImageLog, bad_line
 from fovea.types import BoolArray, UInt8Array
 
 if TYPE_CHECKING:  # imported where it is used: preparing data and proposing masks need no torch
@@ -151,7 +154,8 @@ class ImageReader:
     """Reads the pixels that rows of an images table name, with one policy for bad files (PITFALLS 16, 18).
 
     Attributes:
-        bad: (image id, reason) of every bad image met so far, in order. Each process has its own list.
+        bad: (image id, reason) of every bad image met so far, once each, in order. Each process has its own
+            list; `log` brings them together.
     """
 
     def __init__(
@@ -160,13 +164,24 @@ class ImageReader:
         *,
         policy: Literal["fail", "skip"] = "fail",
         max_pixels: int = MAX_PIXELS,
+        log: BadImageLog | None = None,
     ) -> None:
+        """Set up; no file is opened.
+
+        Args:
+            tables_root: directory of the canonical tables; relative paths start there.
+            policy: what `read_many` does with a bad image: `fail` raises, `skip` leaves its row out.
+            max_pixels: see `decode`.
+            log: where every bad image is written down at once, for runs that read in several processes.
+        """
         if policy not in ("fail", "skip"):
             raise ValueError(f"policy={policy!r}: one of 'fail', 'skip'")
         self.root = Path(tables_root)
         self.policy = policy
         self.max_pixels = max_pixels
+        self.log = log
         self.bad: list[tuple[str, str]] = []
+        self._known_bad: set[str] = set()
 
     def path(self, row: Mapping[str, Any]) -> Path:
         """The file that holds the row's bytes: absolute, or inside the tables' directory.
@@ -184,29 +199,48 @@ class ImageReader:
         return self.root / inside
 
     def bytes(self, row: Mapping[str, Any]) -> bytes:
-        """The image file's bytes: the whole file, or the row's byte range of a tar shard."""
+        """The image file's bytes: the whole file, or the row's byte range of a tar shard or base64 row."""
         path = self.path(row)
         offset, size = row.get("offset", -1), row.get("size", -1)
         try:
             with open(path, "rb") as file:
-                if offset < 0:
-                    return file.read()
-                file.seek(offset)
-                data = file.read(size)
+                if offset >= 0:
+                    file.seek(offset)
+                data = file.read(size if offset >= 0 else -1)
         except FileNotFoundError as error:
             raise BadImage("no such file", missing=True) from error
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror or error}") from error
-        if len(data) != size:
+        if offset >= 0 and len(data) != size:
             raise BadImage(f"the shard ends after {len(data)} of the {size} bytes from offset {offset}")
+        encoding = row.get("encoding") or ""
+        if encoding == "base64":
+            try:
+                return base64.b64decode(data, validate=True)
+            except binascii.Error as error:
+                raise BadImage(f"no base64 text at offset {offset}: {error}") from error
+        if encoding:
+            raise ValueError(f"image {row['id']}: encoding {encoding!r}; it must be '' or 'base64'")
         return data
+
+    def digest(self, row: Mapping[str, Any]) -> str:
+        """blake2b (16 bytes, hex) of the image file's bytes: what names its pixels, whatever its id or path.
+
+        Raises:
+            BadImage: there are no bytes.
+        """
+        return blake2b(self.bytes(row), digest_size=16).hexdigest()
 
     def decode(self, row: Mapping[str, Any]) -> Decoded:
         """Pixels and EXIF orientation of one row; records a bad image in `bad` and raises BadImage."""
         try:
             return decode_with_orientation(self.bytes(row), max_pixels=self.max_pixels)
         except BadImage as error:
-            self.bad.append((row["id"], error.reason))
+            if row["id"] not in self._known_bad:  # every epoch meets it again
+                self._known_bad.add(row["id"])
+                self.bad.append((row["id"], error.reason))
+                if self.log is not None:
+                    self.log.add(row["id"], error.reason)
             where = f"image {row['id']} ({self.path(row)})"
             raise BadImage(error.reason, where=where, missing=error.missing) from error
 
@@ -227,8 +261,7 @@ class ImageReader:
 
     def write_bad(self, path: str | Path) -> None:
         """Write `bad` as JSONL rows {"id", "reason"}; an empty file says that all images were good."""
-        lines = [json.dumps({"id": image_id, "reason": reason}) + "\n" for image_id, reason in self.bad]
-        Path(path).write_text("".join(lines))
+        Path(path).write_text("".join(map(bad_line, self.bad)))
 
 
 @dataclass(frozen=True)

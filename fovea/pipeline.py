@@ -9,7 +9,7 @@ Query ──retrieve──▶ K Candidates           coarse: one cosine an image
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Cascade:
         images: Mapping[str, Mapping[str, Any]],
         *,
         num_candidates: int = 20,
+        among: Literal["corpus", "own"] = "corpus",
         weights: Weights = "eq4",
         missing_phrase: MissingPhrase = "zero",
         fusion: str = "learned",
@@ -59,6 +60,7 @@ class Cascade:
             where: regions of an image and their embeddings by the local encoder; S_local comes from them.
             images: rows of the images table by id, for every image of the retriever's index.
             num_candidates: K; only these are re-ranked, the rest of the corpus stays behind them.
+            among: search the whole `corpus`, or for each query its `own` candidate list only.
             weights: α of the local score: `eq4` is normalised, `eq4_raw` as printed, `uniform` 1/T.
             missing_phrase: what a phrase without a region counts (see `fovea.reweight.local_score`).
             fusion: one of `FUSIONS`; the order that `retrieve` returns.
@@ -76,6 +78,7 @@ class Cascade:
         self.where = where
         self.images = images
         self.num_candidates = num_candidates
+        self.among: Literal["corpus", "own"] = among
         self.weights: Weights = weights
         self.missing_phrase: MissingPhrase = missing_phrase
         self.fusion = fusion
@@ -96,7 +99,7 @@ class Cascade:
         from fovea.where import ground_candidates
 
         # Coarse.
-        candidates = self.retriever.candidates(queries, k=self.num_candidates)
+        candidates = self.retriever.candidates(queries, k=self.num_candidates, among=self.among)
         beyond = self._golds_beyond(queries, candidates)
         kept = [(q, c.rank, c) for q, own in enumerate(candidates) for c in own]
         rows = sorted(kept + [(q, BEYOND, c) for q, own in enumerate(beyond) for c in own], key=_row_order)

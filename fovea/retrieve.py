@@ -40,27 +40,31 @@ def corpus(tables: Tables, name: CorpusName, *, splits: Collection[str]) -> Corp
     Args:
         tables: canonical tables.
         name: `gold`: every gold image of the splits' queries (what RagVL and HuLiRAG report); `candidates`:
-            these and the data set's own candidate lists; `full`: every image of the splits.
+            these and the data set's own candidate lists; `full`: these and every image of the splits. An
+            image that several splits share is in the corpus of each that names it, though its row has one
+            split.
         splits: names of splits; together they are one corpus.
+
+    Raises:
+        ValueError: the corpus is empty.
     """
-    if name == "full":
-        rows = [row for row in tables.rows("images") if row["split"] in splits]
-        if not rows:
-            there = sorted({row["split"] for row in tables.rows("images")})
-            raise ValueError(f"{tables.root} has no image in {sorted(splits)}; its images are in {there}")
-        return Corpus(rows, [])
     queries = [query for query in tables.queries() if query.split in splits]
     wanted = {id_ for query in queries for id_ in query.gold_image_ids}
-    if name == "candidates":
+    if name != "gold":
         wanted |= {id_ for query in queries for id_ in query.candidate_image_ids}
-    if not wanted:
+    own = set(splits) if name == "full" else set()
+    rows = [row for row in tables.rows("images") if row["split"] in own or row["id"] in wanted]
+    absent = sorted(wanted - {row["id"] for row in rows})
+    if name == "full" and not rows:
+        there = sorted({row["split"] for row in tables.rows("images")})
+        raise ValueError(f"{tables.root} has no image in {sorted(splits)}; its images are in {there}")
+    if name != "full" and not wanted:
         there = sorted({query.split for query in tables.queries()})
         raise ValueError(
             f"{tables.root}: the {len(queries)} queries of {sorted(splits)} name no image for the corpus "
             f"{name!r}; queries are in {there}"
         )
-    rows = [row for row in tables.rows("images") if row["id"] in wanted]
-    return Corpus(rows, sorted(wanted - {row["id"] for row in rows}))
+    return Corpus(rows, absent)
 
 
 def embed_images(

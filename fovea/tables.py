@@ -1,7 +1,8 @@
 """Canonical tables: the one on-disk layout that every reader writes and every DataModule reads.
 
 A directory with `images.parquet`, `queries.parquet`, `regions.parquet`, `passages.parquet` and
-`manifest.json`. Pixels stay where they are: an images row names a file, or a byte range of a tar shard.
+`manifest.json`. Pixels stay where they are: an images row names a file, or a byte range of a tar shard or of
+a file of base64 rows.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import pyarrow.parquet as pq
 
 from fovea.types import Query
 
-VERSION = 1
+VERSION = 2  # 2: images.encoding, queries.keywords
 _IDS = pa.list_(pa.string())
 SCHEMAS: dict[str, pa.Schema] = {
-    # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. Width and height are
-    # EXIF-upright.
+    # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. encoding: "" for the image
+    # file itself, "base64" for its base64 text. Width and height are EXIF-upright. An id has one row: an
+    # image that several splits' queries name has one of them here; `fovea.retrieve.corpus` gives it to all.
     "images": pa.schema(
         [("id", pa.string()), ("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64())]
+        + [("encoding", pa.string())]
         + [("width", pa.int32()), ("height", pa.int32()), ("caption", pa.string()), ("entity", pa.string())]
         + [("source", pa.string()), ("split", pa.string())]
     ),
     "queries": pa.schema(
         [("id", pa.string()), ("text", pa.string()), ("image_id", pa.string()), ("answers", _IDS)]
         + [("gold_image_ids", _IDS), ("gold_passage_ids", _IDS), ("candidate_image_ids", _IDS)]
-        + [("split", pa.string()), ("kind", pa.string())]
+        + [("keywords", _IDS), ("split", pa.string()), ("kind", pa.string())]
     ),
     # box: xyxy pixels of the EXIF-upright original; rle: COCO compressed counts for a mask of height × width.
     "regions": pa.schema(
@@ -49,10 +52,12 @@ SCHEMAS: dict[str, pa.Schema] = {
     ),
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "images": {"offset": -1, "size": -1, "caption": "", "entity": None, "source": "", "split": ""},
+    "images": {
+        "offset": -1, "size": -1, "encoding": "", "caption": "", "entity": None, "source": "", "split": "",
+    },
     "queries": {
         "image_id": None, "answers": (), "gold_image_ids": (), "gold_passage_ids": (), "candidate_image_ids":
-        (), "split": "", "kind": "question",
+        (), "keywords": (), "split": "", "kind": "question",
     },
     "regions": {"label": "", "phrase": "", "rle": None, "iscrowd": False, "source": ""},
     "passages": {"title": "", "entity": None, "image_id": None, "source": ""},
@@ -139,8 +144,9 @@ class Tables:
         self.manifest: dict[str, Any] = json.loads(path.read_text())
         if self.manifest.get("version") != VERSION:
             raise ValueError(
-                f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; "
-                "run scripts/prepare.py again"
+                f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; run "
+                f"scripts/prepare.py again (reader: {self.manifest.get('reader')}) with --out {self.root} "
+                "--overwrite"
             )
         self._cache: dict[str, pa.Table] = {}
 
@@ -170,6 +176,7 @@ class Tables:
                 candidate_image_ids=tuple(row["candidate_image_ids"]),
                 split=row["split"],
                 kind=row["kind"],
+                keywords=tuple(row["keywords"]),
             )
             for row in self.rows("queries", **equal)
         ]

@@ -37,6 +37,7 @@ class Query:
         candidate_image_ids: the dataset's own candidate list (corpus `candidates`), empty when it has none.
         split: name of the split.
         kind: `question`, `caption`, `entity`, or the dataset's own question type.
+        keywords: what a correct answer must mention, where the dataset says so (WebQA's official score).
     """
 
     id: str
@@ -48,6 +49,7 @@ class Query:
     candidate_image_ids: tuple[str, ...] = ()
     split: str = ""
     kind: str = "question"
+    keywords: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

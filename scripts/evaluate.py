@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,10 @@ class Settings:
 
     Attributes:
         tables: directory of canonical tables.
-        splits: comma-separated; each is a gallery of its own: its queries search its images.
+        splits: comma-separated; each is a gallery of its own: its queries search its corpus.
+        corpus: `full`, every image of the split; `candidates`, the union of its queries' candidate lists;
+            `gold`, only images that answer one of its queries. No recall means anything without it.
+        among: search the whole `corpus`, or for each query its `own` candidate list only.
         coarse: bundle of the coarse encoder (S_global).
         out: directory for what is written.
         local: bundle of the local encoder (S_local); the coarse one when absent.
@@ -50,6 +53,7 @@ class Settings:
         cache: directory of the region embeddings, `OUT/regions` when absent.
         batch_size: pictures a forward pass.
         device: where the encoders run.
+        bad_images: stop at an unreadable image, or leave it out and list it in OUT/bad_images.jsonl.
         seed: of the models (recorded) and of the drawn negatives of eq. 9.
     """
 
@@ -57,6 +61,8 @@ class Settings:
     splits: str
     coarse: str
     out: str
+    corpus: Literal["gold", "candidates", "full"] = "full"
+    among: Literal["corpus", "own"] = "corpus"
     local: str | None = None
     masks: str = "annotated"
     what: Literal["phrases", "none"] = "phrases"
@@ -72,6 +78,7 @@ class Settings:
     cache: str | None = None
     batch_size: int = 256
     device: str = "cpu"
+    bad_images: Literal["fail", "skip"] = "fail"
     seed: int = 0
 
 
@@ -121,7 +128,12 @@ def retrieval(
     results_json = summarise(table, results, [g.split for g in galleries], bootstrap)
     results_json |= {
         "coverage": coverage(galleries, table, gold),
-        "corpus": {"name": "full", "images": {g.split: g.num_images for g in galleries}},
+        "corpus": {
+            "name": settings.corpus,
+            "among": settings.among,
+            "images": {g.split: g.num_images for g in galleries},
+            "unreadable": {g.split: g.unreadable for g in galleries},
+        },
         "calibration": None if calibrations is None else asdict(calibrations),
         "fusion": reweight,
         "settings": asdict(settings) | {"calibration": calibration, "bootstrap": bootstrap},
@@ -168,6 +180,7 @@ def look_at(
 ) -> Iterator[Gallery]:
     """Run the cascade over each split; a split is a gallery of its own."""
     from fovea import bundle
+    from fovea.bad_images import BadImageLog
     from fovea.images import ImageReader
     from fovea.index.dense import DenseIndex
     from fovea.pipeline import Cascade, whole_question
@@ -182,8 +195,10 @@ def look_at(
     with clock(seconds, "load"):
         coarse = bundle.load_encoder(settings.coarse).to(settings.device)
         local = coarse if settings.local is None else bundle.load_encoder(settings.local).to(settings.device)
-    reader = ImageReader(tables.root)
-    images = {row["id"]: row for row in tables.rows("images") if row["split"] in splits}
+    log = BadImageLog(settings.out)
+    reader = ImageReader(tables.root, policy=settings.bad_images, log=log)
+    corpora = {split: corpus(tables, settings.corpus, splits=[split]) for split in splits}
+    images = {row["id"]: row for found in corpora.values() for row in found.rows}
     where = RegionBank(
         local,
         region_source(settings, tables, images),
@@ -195,19 +210,27 @@ def look_at(
         batch_size=settings.batch_size,
         progress=sys.stderr.isatty(),
     )
-    manifest = {"encoder": settings.coarse, "fingerprint": bundle.fingerprint(coarse), "corpus": "full"}
+    manifest = {"encoder": settings.coarse, "fingerprint": bundle.fingerprint(coarse)}
+    manifest["corpus"] = settings.corpus
     what = whole_question if settings.what == "none" else Phraser(settings.spacy_model).batch
-    for split in splits:
-        found = corpus(tables, "full", splits=[split])
-        queries = tables.queries(split=split)
+    for split, found in corpora.items():
         with clock(seconds, "embed images"):
             ids, vectors = embed_images(coarse, found.rows, reader, batch_size=settings.batch_size)
+        there = set(ids)
+        queries = tables.queries(split=split)
+        if settings.among == "own":
+            if not any(query.candidate_image_ids for query in queries):
+                raise ValueError(f"--among own: no query of {split} has a candidate list; use --among corpus")
+            # Candidates that were never downloaded cannot be ranked; a gold one stays gold, and is missed.
+            own = [tuple(id_ for id_ in query.candidate_image_ids if id_ in there) for query in queries]
+            queries = [replace(q, candidate_image_ids=o) for q, o in zip(queries, own, strict=True)]
         cascade = Cascade(
             Retriever(coarse, DenseIndex.build(ids, vectors, manifest=manifest)),
             what,
             where,
             images,
             num_candidates=settings.top_k,
+            among=settings.among,
             weights=settings.weights,
             missing_phrase=settings.missing_phrase,
             fusion=fusion,
@@ -219,7 +242,12 @@ def look_at(
             evidence = cascade.evidence(queries, look)
         seconds["of which embedding regions"] = where.seconds
         golds = {id_ for query in queries for id_ in query.gold_image_ids}
-        yield Gallery(split, queries, look, evidence, len(ids), len(golds - set(ids)))
+        yield Gallery(
+            split, queries, look, evidence, len(ids), len(golds - there), len(found.rows) - len(ids)
+        )
+    bad = log.merge()
+    if bad:
+        print(f"{len(bad):,} images are unreadable and were left out: {settings.out}/bad_images.jsonl")
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """Public files, or nothing but a seed → canonical tables, and what is in them.
 
 python scripts/prepare.py coco --images DIR --captions JSON --instances JSON --out TABLES
+python scripts/prepare.py mmqa --images DIR --image-list JSONL --dev JSONL --train JSONL --out TABLES
+python scripts/prepare.py webqa --tsv imgs.tsv --lineidx imgs.lineidx --train-val JSON --out TABLES
+python scripts/prepare.py folder --images DIR --questions CSV --out TABLES
 python scripts/prepare.py world --out TABLES
 python scripts/prepare.py doctor TABLES
 """
@@ -55,13 +58,50 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="pixels that were annotated in EXIF-turned photos whose size does not tell",
     )
-    coco.add_argument(
-        "--policy",
-        choices=["skip", "fail"],
-        default="skip",
-        help="missing or unreadable photos: leave out and list them, or stop (%(default)s)",
-    )
+    _policy(coco)
     _out(coco)
+    mmqa = command("mmqa", _mmqa, "MultimodalQA: image questions, their candidates and gold images")
+    mmqa.add_argument("--images", type=Path, required=True, help="folder of the images")
+    mmqa.add_argument("--image-list", type=Path, required=True, help="MMQA_images.jsonl, or .gz")
+    for split in ("dev", "test", "train"):
+        mmqa.add_argument(f"--{split}", type=Path, help=f"MMQA_{split}.jsonl, or .gz")
+    mmqa.add_argument(
+        "--types", default="ImageQ", help="comma-separated types of questions, or `all` (%(default)s)"
+    )
+    webqa = command("webqa", _webqa, "WebQA: questions with image and text facts, images inside imgs.tsv")
+    webqa.add_argument("--tsv", type=Path, required=True, help="imgs.tsv; read in place, never unpacked")
+    webqa.add_argument("--lineidx", type=Path, required=True, help="imgs.lineidx of that very file")
+    webqa.add_argument("--train-val", type=Path, help="WebQA_train_val.json")
+    webqa.add_argument("--test", type=Path, help="WebQA_test.json; its facts are not labelled")
+    webqa.add_argument(
+        "--questions",
+        choices=["image", "text", "all"],
+        default="image",
+        help="those that images answer, the others, or both (%(default)s)",
+    )
+    webqa.add_argument(
+        "--official-split", action="store_true", help="the files' own split, not a random 8:1:1"
+    )
+    webqa.add_argument("--split-seed", type=int, default=0, help="seed of the random split (%(default)s)")
+    for sub in (mmqa, webqa):
+        sub.add_argument(
+            "--only-candidates",
+            action="store_true",
+            help="without the images that only questions left out here name: a smaller corpus `full`",
+        )
+        _policy(sub)
+        _out(sub)
+    folder = command("folder", _folder, "any folder of images, any file of questions")
+    folder.add_argument("--images", type=Path, required=True, help="folder, read with all folders below it")
+    folder.add_argument(
+        "--questions",
+        type=Path,
+        help="JSONL, CSV or TSV: question, and id, image, answers where there are any",
+    )
+    folder.add_argument("--captions", type=Path, help="JSONL, CSV or TSV: image, caption")
+    folder.add_argument("--split", default="test", help="name of the one split (%(default)s)")
+    _policy(folder)
+    _out(folder)
     for name, about in (
         ("world", "the embedded world's scenes"),
         ("entities", "the embedded world's entities"),
@@ -75,6 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "read every image of canonical tables and report")
     doctor.add_argument("tables", type=Path)
     return parser
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        choices=["skip", "fail"],
+        default="skip",
+        help="missing or unreadable images: leave out and list them, or stop (%(default)s)",
+    )
 
 
 def _out(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +160,66 @@ def _coco(options: argparse.Namespace) -> int:
         splits=options.splits,
         split_seed=options.split_seed,
         annotated_on=options.annotated_on,
+        policy=options.policy,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        progress=_progress,
+    )
+    print(f"{options.out}\n{report.text()}")
+    return 0
+
+
+def _mmqa(options: argparse.Namespace) -> int:
+    from datamodules.readers import mmqa
+
+    files = {"dev": options.dev, "test": options.test, "train": options.train}
+    report = mmqa.read(
+        options.images,
+        options.image_list,
+        {split: path for split, path in files.items() if path is not None},
+        options.out,
+        types=[name.strip() for name in options.types.split(",")],
+        only_candidates=options.only_candidates,
+        policy=options.policy,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        progress=_progress,
+    )
+    print(f"{options.out}\n{report.text()}")
+    return 0
+
+
+def _webqa(options: argparse.Namespace) -> int:
+    from datamodules.readers import webqa
+
+    report = webqa.read(
+        options.tsv,
+        options.lineidx,
+        options.out,
+        train_val=options.train_val,
+        test=options.test,
+        questions=options.questions,
+        official_split=options.official_split,
+        split_seed=options.split_seed,
+        only_candidates=options.only_candidates,
+        policy=options.policy,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        progress=_progress,
+    )
+    print(f"{options.out}\n{report.text()}")
+    return 0
+
+
+def _folder(options: argparse.Namespace) -> int:
+    from datamodules.readers import folder
+
+    report = folder.read(
+        options.images,
+        options.out,
+        questions=options.questions,
+        captions=options.captions,
+        split=options.split,
         policy=options.policy,
         workers=options.workers,
         overwrite=options.overwrite,

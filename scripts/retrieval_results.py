@@ -33,6 +33,7 @@ class Gallery:
     evidence: list[Evidence]
     num_images: int
     absent: int
+    unreadable: int = 0
 
 
 def pool(galleries: Sequence[Gallery]) -> ScoreTable:
@@ -193,7 +194,9 @@ def show(report: dict[str, Any], out: Path) -> None:
     metrics = ("recall@1", "recall@5", "recall@10", "recall@20", "mrr")
     galleries = report["galleries"]
     table = Table(
-        title=f"retrieval, mean ± spread over {len(galleries)} galleries [95 % interval over queries], %"
+        title=f"retrieval in the corpus `{report['corpus']['name']}`"
+        + (", each query among its own candidates" if report["corpus"]["among"] == "own" else "")
+        + f", mean ± spread over {len(galleries)} galleries [95 % interval over queries], %"
     )
     table.add_column("fusion")
     for metric in metrics:

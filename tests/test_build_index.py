@@ -33,15 +33,15 @@ def run(*arguments):
 
 @pytest.fixture
 def place(tmp_path):
-    """Tables of five pictures (one is text, one gold picture has no row) and a random tiny bundle."""
+    """Tables of five pictures (two are text, one candidate has no row) and a random tiny bundle."""
     rng = np.random.default_rng(0)
     with TableWriter(tmp_path / "tables") as writer:
-        for id_ in ("a", "b", "c", "broken"):
+        for id_ in ("a", "b", "c", "broken", "broken-val"):
             path = writer.directory / f"{id_}.png"
             Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(path)
-            if id_ == "broken":
+            if id_.startswith("broken"):
                 path.write_text("not a picture")
-            writer.add("images", id=id_, path=path.name, width=30, height=20, split="test")
+            writer.add("images", id=id_, path=path.name, width=30, height=20, split=id_[7:] or "test")
         writer.add("queries", id="1", text="a pig", gold_image_ids=["b"], split="test")
         second = {"gold_image_ids": ["c"], "candidate_image_ids": ["b", "gone"]}
         writer.add("queries", id="2", text="a drum", split="test", **second)
@@ -80,16 +80,17 @@ def test_the_index_holds_the_corpus_and_says_what_made_it(place, capsys):
 def test_bad_and_absent_images_stop_the_build_or_are_listed(place, capsys):
     """By default a bad image stops it and nothing is written; `skip` leaves it out, named, ids unshifted."""
     with pytest.raises(SystemExit):
-        run(*arguments(place, "full"))
-    assert "broken" in capsys.readouterr().err and not (place / "index").exists()
+        run(*arguments(place, "full", "--splits", "val"))
+    assert "broken-val" in capsys.readouterr().err and not (place / "index").exists()
     run(*arguments(place, "full", "--bad-images", "skip"))
     assert DenseIndex.load(place / "index").ids == ["a", "b", "c"]
     bad = [json.loads(line) for line in (place / "index" / "bad_images.jsonl").read_text().splitlines()]
     assert [row["id"] for row in bad] == ["broken"] and bad[0]["reason"]
 
-    with pytest.raises(SystemExit):
-        run(*arguments(place, "candidates", "--overwrite"))
-    assert "'gone'" in capsys.readouterr().err and "a" in DenseIndex.load(place / "index").ids
+    for name in ("candidates", "full"):
+        with pytest.raises(SystemExit):
+            run(*arguments(place, name, "--overwrite"))
+        assert "'gone'" in capsys.readouterr().err and "a" in DenseIndex.load(place / "index").ids
     run(*arguments(place, "candidates", "--overwrite", "--bad-images", "skip"))
     index = DenseIndex.load(place / "index")
     assert index.ids == ["b", "c"] and (index.manifest["absent"], index.manifest["unreadable"]) == (1, 0)

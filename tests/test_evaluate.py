@@ -169,7 +169,8 @@ def test_results_say_what_they_rest_on(run):
     counts = results["coverage"]
     assert (counts["queries"], counts["queries_evaluated"], counts["queries_without_gold"]) == (28, 26, 2)
     assert counts["gold_images_absent"] == 2 and counts["phrases"] == 28
-    assert results["corpus"] == {"name": "full", "images": {"one": 12, "two": 12}}
+    corpus = {"name": "full", "among": "corpus", "images": {"one": 12, "two": 12}}
+    assert results["corpus"] == corpus | {"unreadable": {"one": 0, "two": 0}}
     assert results["seeds"] == [0] and results["world"] == {"reader": "test", "seed": 5}
     for name, row in results["intervals"].items():
         for metric, (low, high) in row.items():
@@ -288,3 +289,36 @@ def test_help_loads_nothing_heavy():
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "--calibration" in done.stdout and "jsonargparse" in loaded
     assert not loaded & {"torch", "lightning", "transformers", "faiss", "spacy"}
+
+
+def test_corpora_and_own_candidates(place, evaluate, tmp_path, capsys):
+    """`--corpus` changes what is searched and is named; `--among own` ranks each question's own list."""
+    from fovea.tables import Tables
+
+    old = Tables(place / "tables")
+    with TableWriter(tmp_path / "tables") as writer:
+        for row in old.rows("images"):
+            writer.add("images", **row)
+        for number in range(4):
+            lists = [f"one{i}" for i in (number, number + 4, (number + 5) % 12)] + ["never-downloaded"]
+            writer.add("queries", id=str(number), text="the red thing", gold_image_ids=[f"one{number}"],
+                       candidate_image_ids=lists, split="one")  # fmt: skip
+        writer.finish({"reader": "test"})
+    base = ["retrieval", "--tables", str(tmp_path / "tables"), "--splits", "one", "--coarse"]
+    base += [str(place / "bundle"), "--where", "full", "--what", "none", "--bootstrap", "20"]
+    sizes = {"gold": 4, "candidates": 9, "full": 12}
+    for name, size in sizes.items():
+        evaluate.main([*base, "--out", str(tmp_path / name), "--corpus", name])
+        corpus = json.loads((tmp_path / name / "results.json").read_text())["corpus"]
+        assert (corpus["name"], corpus["images"]) == (name, {"one": size})
+        assert f"corpus `{name}`" in capsys.readouterr().out
+    out = tmp_path / "own"
+    evaluate.main([*base, "--out", str(out), "--corpus", "candidates", "--among", "own"])
+    table = ScoreTable.read(out / "scores.parquet")
+    for q in range(4):
+        own = {id_ for id_, row in zip(table.image_ids, table.query, strict=True) if row == q}
+        assert own == {f"one{i}" for i in (q, q + 4, (q + 5) % 12)}
+    assert json.loads((out / "results.json").read_text())["corpus"]["among"] == "own"
+    with pytest.raises(SystemExit):
+        evaluate.main(["scores", *arguments(place, tmp_path / "no", "--what", "none", "--among", "own")])
+    assert "no query of one has a candidate list" in capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import struct
 import zlib
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,7 @@ def _modes() -> dict[str, tuple[Image.Image, str, tuple[int, int, int]]]:
         "CMYK TIFF": (Image.new("CMYK", (4, 3), (0, 255, 255, 0)), "TIFF", (255, 0, 0)),
         "YCbCr TIFF": (Image.new("RGB", (4, 3), (255, 0, 0)).convert("YCbCr"), "TIFF", (254, 0, 0)),
         "I;16 PNG": (Image.fromarray(np.full((3, 4), 32768, np.uint16)), "PNG", (128, 128, 128)),
+        "I;16B TIFF": (Image.fromarray(np.full((3, 4), 32768, ">u2")), "TIFF", (128, 128, 128)),
         "I;16 TIFF": (Image.fromarray(np.full((3, 4), 65535, np.uint16)), "TIFF", (255, 255, 255)),
         "I TIFF": (Image.fromarray(np.full((3, 4), 32768, np.int32)), "TIFF", (128, 128, 128)),
         "F TIFF": (Image.fromarray(np.full((3, 4), 0.5, np.float32)), "TIFF", (128, 128, 128)),
@@ -125,6 +128,22 @@ def test_every_mode_becomes_rgb(name: str) -> None:
     pixels = decode(_bytes(image, kind, **options))
     assert pixels.dtype == np.uint8 and pixels.shape == (image.height, image.width, 3)
     assert np.abs(pixels.astype(int) - expected).max() <= 1
+
+
+def test_cmyk_as_photo_editors_write_it() -> None:
+    """JPEG holds ink inverted: with Adobe's mark, without it, and as YCCK, which Pillow cannot write."""
+    ink = (0, 255, 255, 0)  # magenta and yellow: red
+    data = _bytes(Image.new("CMYK", (16, 8), ink), "JPEG", quality=100)
+    mark = data.index(b"Adobe")
+    unmarked = data[: mark - 4] + data[mark + 12 :]
+    luma = Image.new("RGB", (1, 1), ink[:3]).convert("YCbCr").getpixel((0, 0))
+    inverted = (*(255 - value for value in luma), ink[3])
+    ycck = bytearray(_bytes(Image.new("CMYK", (16, 8), inverted), "JPEG", quality=100))
+    ycck[ycck.index(b"Adobe") + 11] = 2  # the mark's colour transform
+    for file in (data, unmarked, bytes(ycck)):
+        with Image.open(io.BytesIO(file)) as image:
+            assert image.mode == "CMYK"
+        assert np.abs(decode(file).astype(int) - (255, 0, 0)).max() <= 2
 
 
 @pytest.mark.parametrize("mode,clear", [("P", 0), ("L", 0), ("RGB", (0, 0, 0)), ("1", 0)])
@@ -160,6 +179,17 @@ def test_of_many_frames_the_first_counts(kind: str) -> None:
     first, second = Image.new("RGB", (8, 6), (255, 0, 0)), Image.new("RGB", (8, 6), (0, 0, 255))
     data = _bytes(first, kind, save_all=True, append_images=[second])
     assert np.abs(decode(data)[3, 3].astype(int) - (255, 0, 0)).max() <= 2
+
+
+def test_animation_with_clear_and_small_frames() -> None:
+    """A GIF's first frame shows white where it is clear; a later, smaller frame plays no part."""
+    first = Image.new("P", (8, 6), 1)
+    first.putpalette([0, 0, 0, 255, 0, 0])
+    first.putpixel((0, 0), 0)
+    second = Image.new("P", (8, 6), 1)
+    second.putpalette([0, 0, 0, 0, 0, 255])
+    pixels = decode(_bytes(first, "GIF", save_all=True, append_images=[second], transparency=0, loop=0))
+    assert pixels[0, 0].tolist() == [255, 255, 255] and pixels[3, 3].tolist() == [255, 0, 0]
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow was built without AVIF")
@@ -269,6 +299,34 @@ def test_reader_reads_files_and_tar_ranges(tmp_path: Path) -> None:
     ):
         assert np.array_equal(reader.read(row), _scene())
     assert reader.bad == []
+
+
+@pytest.mark.parametrize("name", ["photo.JPG", "photo.png", "photo.Jpeg", "photo.gif", "photo", "photo.txt"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_names_play_no_part(tmp_path: Path, name: str, kind: str) -> None:
+    """Upper-case, wrong or no extension: content decides; a text file is named, whatever it is called."""
+    (tmp_path / name).write_bytes(_bytes(Image.fromarray(_scene()), kind))
+    assert ImageReader(tmp_path).read(_row(name)).shape == (40, 60, 3)
+    (tmp_path / name).write_text("I am a text file")
+    with pytest.raises(BadImage, match=rf"image {name} \(.*no image in a known format"):
+        ImageReader(tmp_path).read(_row(name))
+
+
+def test_base64_rows_and_digests(tmp_path: Path) -> None:
+    """A row of base64 text gives the file's own bytes and digest; broken text is a bad image, not garbage."""
+    data = _bytes(Image.fromarray(_scene()), "PNG")
+    text = base64.b64encode(data)
+    (tmp_path / "x.png").write_bytes(data)
+    (tmp_path / "imgs.tsv").write_bytes(b"30000000\t" + text + b"\n")
+    reader = ImageReader(tmp_path, policy="skip")
+    row = _row("imgs.tsv", offset=9, size=len(text), encoding="base64")
+    assert reader.bytes(row) == data and np.array_equal(reader.read(row), _scene())
+    assert reader.digest(row) == reader.digest(_row("x.png")) == blake2b(data, digest_size=16).hexdigest()
+    for offset, size in ((8, len(text)), (9, len(text) + 1), (9, len(text) - 1), (10, len(text))):
+        with pytest.raises(BadImage, match="base64|shard ends"):
+            reader.read(_row("imgs.tsv", offset=offset, size=size, encoding="base64"))
+    with pytest.raises(ValueError, match="encoding 'zip'"):
+        reader.read(row | {"encoding": "zip"})
 
 
 @pytest.mark.parametrize("path", ["../secret.png", "a/../../secret.png", "..", ""])

@@ -45,6 +45,7 @@ def test_preparing_needs_no_torch() -> None:
     """
     code = (
         "import sys, datamodules.readers.coco, datamodules.doctor, fovea.mask_store, fovea.models.detectors\n"
+        "import datamodules.readers.mmqa, datamodules.readers.webqa, datamodules.readers.folder\n"
         "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules), 'heavy'"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
@@ -117,6 +118,15 @@ def test_coco_and_doctor(photos: dict[str, Any]) -> None:
         (["coco", "--images", "nowhere", "--out", "{tmp}/t"], "no such folder.*nothing to read"),
         (["coco", "--images", "{tmp}", "--out", "{tmp}/t", "--splits", "train"], "name=share"),
         (["doctor", "{tmp}"], "manifest.json is missing"),
+        (
+            ["mmqa", "--images", "nowhere", "--image-list", "none.gz", "--out", "{tmp}/t"],
+            "nowhere: no such folder.*pass --dev, --test or --train",
+        ),
+        (
+            ["webqa", "--tsv", "none.tsv", "--lineidx", "none", "--train-val", "x.json", "--out", "{tmp}/t"],
+            "--tsv none.tsv: no such file.*--lineidx.*--train-val x.json",
+        ),
+        (["folder", "--images", "nowhere", "--out", "{tmp}/t"], "nowhere: no such folder"),
         (["world", "--out", "{tmp}/t", "--set", "num_nounz=3"], "num_nounz"),
         (["world", "--out", "{tmp}/t", "--set", "num_nouns=many"], "num_nouns"),
         (["world", "--out", "{tmp}/t", "--set", "num_nouns"], "NAME=VALUE"),

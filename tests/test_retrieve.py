@@ -158,7 +158,9 @@ def tables(tmp_path):
             "queries", id="1", text="?", gold_image_ids=["b"], candidate_image_ids=["c", "gone"], split="test"
         )
         writer.add("queries", id="2", text="?", gold_image_ids=["a", "b"], split="test")
-        writer.add("queries", id="3", text="?", gold_image_ids=["d"], split="val")
+        writer.add(
+            "queries", id="3", text="?", gold_image_ids=["d"], candidate_image_ids=["c"], split="val"
+        )  # c's row says test: both splits share it
         writer.add("queries", id="4", text="?", split="blind")
         writer.finish({"reader": "test"})
     return Tables(tmp_path / "tables")
@@ -170,12 +172,17 @@ def tables(tmp_path):
         ("gold", ["test"], "ab", []),
         ("gold", ["test", "val"], "abd", []),
         ("candidates", ["test"], "abc", ["gone"]),
-        ("full", ["test"], "abce", []),
-        ("full", ["val"], "d", []),
+        ("full", ["test"], "abce", ["gone"]),
+        ("full", ["val"], "cd", []),
+        ("candidates", ["val"], "cd", []),
+        ("full", ["val", "test"], "abcde", ["gone"]),
     ],
 )
 def test_corpora(tables, name, splits, ids, absent):
-    """Gold images once each; candidates, naming what is missing upstream; full = every image of the split."""
+    """Gold images once each; with candidates, naming what is missing upstream; all images of the split.
+
+    An image that two splits' queries name is in the corpora of both, whatever its row says.
+    """
     found = corpus(tables, name, splits=splits)
     assert [row["id"] for row in found.rows] == list(ids) and found.absent == absent
 

@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from datamodules.doctor import BAD_IMAGES, Progress, Report, silent, write_bad
+from datamodules.doctor import Progress, Report, silent, write_bad
 from datamodules.readers.coco_json import CocoJson, Photo, Segment
 from datamodules.workers import ordered_map
 from fovea import masks
+from fovea.bad_images import BAD_IMAGES
 from fovea.images import BadImage, Decoded, decode, decode_with_orientation
 from fovea.tables import TableWriter
 
