@@ -10,10 +10,9 @@ import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 from PIL import Image
 
-from fovea import masks
+from fovea import heatmap, masks
 from fovea.images import BadImage, ImageReader
 from fovea.region_bank import AnnotatedRegions, View, region_masks
-from fovea.report import heatmap
 from fovea.tables import Tables
 from fovea.types import BoolArray, UInt8Array
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from fovea import masks
+from fovea import heatmap, masks
 from fovea.images import ImageReader, ImageTransform
 from fovea.models.encoders import ClipEncoder, Encoder, open_clip_from_config, tiny_clip
 from fovea.region_bank import View
-from fovea.report import heatmap, preview
+from fovea.report import preview
 from fovea.tables import Tables, TableWriter
 from fovea.types import BoolArray, FloatArray, Phrase, Region, UInt8Array
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from fovea import masks
+from fovea.heatmap import Heat, Maps, look
 from fovea.images import BadImage, ImageReader
 from fovea.models.encoders import Encoder
 from fovea.region_bank import View, region_masks
 from fovea.report import queries
-from fovea.report.heatmap import Heat, Maps, look
 from fovea.report.overlay import Outline, Picture, outline, picture
 from fovea.report.page import NUM_COLOURS, environment
 from fovea.types import BoolArray, FloatArray, Phrase, Region, UInt8Array
