@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fovea.bad_images import BadImageLog, bad_line
-from fovea.types import BoolArray, UInt8Array
+from fovea.types import BoolArray, FloatArray, UInt8Array
 
 if TYPE_CHECKING:  # imported where it is used: preparing data and proposing masks need no torch
     from torch import Tensor
@@ -327,6 +327,26 @@ class ImageTransform:
         left, top = (width - short) / 2, (height - short) / 2
         return (left, top, left + short, top + short), (side, side), (0, 0)
 
+    def back(self, grid: FloatArray, height: int, width: int) -> FloatArray:
+        """A map over the square output → a map over the original, smoothly; the way back of this transform.
+
+        Args:
+            grid: float [g, g], any resolution g, e.g. one value a patch.
+            height: H of the original, pixels.
+            width: W of the original, pixels.
+
+        Returns:
+            float32 [H, W]; NaN where `crop` cut the original off.
+        """
+        (left, top, right, bottom), (w, h), (x, y) = self._geometry(width, height)
+        unit = len(grid) / self.size
+        size = max(1, round(right - left)), max(1, round(bottom - top))
+        across, down = _positions(x, w, size[0], unit), _positions(y, h, size[1], unit)
+        whole = _between(_between(grid, down).T, across).T
+        out = np.full((height, width), np.nan, np.float32)
+        out[int(top) : int(top) + size[1], int(left) : int(left) + size[0]] = whole
+        return out
+
     @property
     def mean_pixel(self) -> tuple[int, int, int]:
         """The colour that `normalise` turns into zeros, as uint8."""
@@ -340,6 +360,27 @@ class ImageTransform:
         mean = torch.tensor(self.mean, device=pixels.device) * 255
         std = torch.tensor(self.std, device=pixels.device) * 255
         return ((pixels.float() - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def _positions(start: int, length: int, count: int, unit: float) -> FloatArray:
+    """Where `count` pixels over [start, start + length) lie between the centres of cells `unit` a pixel wide.
+
+    Clipped to the cells whose centre is inside: the others saw more of the padding than of the image.
+    """
+    at = (start + (np.arange(count) + 0.5) / count * length) * unit - 0.5
+    first, last = np.ceil(start * unit - 0.5), np.floor((start + length) * unit - 0.5)
+    middle = (start + length / 2) * unit - 0.5
+    clipped: FloatArray = np.clip(at, first, last) if first <= last else np.full_like(at, round(middle))
+    return np.maximum(clipped, 0)
+
+
+def _between(grid: FloatArray, at: FloatArray) -> FloatArray:
+    """Rows of a grid at fractional positions, linearly between neighbours."""
+    lower = np.minimum(np.floor(at).astype(np.int64), len(grid) - 1)
+    upper = np.minimum(lower + 1, len(grid) - 1)
+    share = (at - lower)[:, None]
+    out: FloatArray = (grid[lower] * (1 - share) + grid[upper] * share).astype(np.float32)
+    return out
 
 
 def _resize_mask(

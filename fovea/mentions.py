@@ -132,7 +132,7 @@ def _core(chunk: Any) -> tuple[int, int]:
         if asked:  # "which part of the statue": the part is asked for
             return 0, 0
         of = _preposition(root, _words("of"))
-        part = of is not None and lemma not in _SIDES and start > chunk.start
+        part = (of is not None or _possessed(root)) and lemma not in _SIDES and start > chunk.start
         if not part and lemma not in ("background", "foreground"):
             return 0, 0
     return start, chunk.end
@@ -142,8 +142,12 @@ def _modified(root: Token) -> bool:
     return any(child.dep_ in ("compound", "amod", "nmod") and child.pos_ in _CONTENT for child in root.lefts)
 
 
+def _possessed(root: Token) -> bool:
+    return any(child.tag_ == "PRP$" for child in root.lefts)
+
+
 def _in_front(token: Token, asked: bool) -> bool:
-    if token.lower_ in _OTHER or token.lower_ in _SPATIAL:
+    if token.lower_ in _OTHER or token.lower_ in _SPATIAL or _is_hyphen(token.doc, token.i + 1):
         return False
     scaffold = token.tag_ in _FRONT_TAGS or token.lower_ in _FRONT_WORDS or token.is_punct or token.is_space
     return scaffold or asked and token.lemma_.lower() in _ATTRIBUTES
@@ -179,8 +183,12 @@ def _next_part(chunk: Any, end: int, chunks: dict[int, Any]) -> _Extent | None:
     if token.lower_ in _SIDES and end + 1 < len(doc) and doc[end + 1].lower_ == "of":
         door = next((other for other in chunks.values() if other.start == end + 2), None)
         return None if door is None else _own_region(door.root, _extent(door, chunks))
-    # After a complement ("the color of the car in front of the house") small parsers attach to the verb.
-    if token.dep_ == "prep" and (token.head.i == root.i or root.dep_ == "pobj" and token.head.pos_ == "AUX"):
+    if token.dep_ == "nummod" and token.head.i == root.i:  # "Super 9"
+        return _Extent(end + 1, set())
+    # After a complement ("the color of the car in front of the house", "the same shape as the windows on the
+    # bottom") small parsers attach to the verb or to the attribute.
+    loose = token.head.pos_ == "AUX" or token.head.lemma_.lower() in _ATTRIBUTES
+    if token.dep_ == "prep" and (token.head.i == root.i or root.dep_ == "pobj" and loose):
         return _prepositional(token, chunks)
     if token.dep_ == "acl" and token.head.i == root.i and token.lemma_ not in _HOLDERS:
         return _participial(token, chunks) if token.tag_ == "VBG" or token.lemma_ in _POSTURES else None
@@ -192,7 +200,10 @@ def _prepositional(preposition: Token, chunks: dict[int, Any]) -> _Extent | None
     if complement is None:
         return None
     word = preposition.lower_
-    if complement.lemma_.lower() in _PLACES and complement.pos_ != "PROPN" and word not in ("of", "with"):
+    place = complement.lemma_.lower() in _PLACES and complement.pos_ != "PROPN"
+    if place and _possessed(complement):  # "two spots on its back": of a body, not of the picture
+        return None
+    if place and word not in ("of", "with"):
         of = _preposition(complement, _words("of"))
         if any(child.dep_ == "conj" for child in complement.rights):
             return None  # "on the left or the right": that is asked, not told
@@ -215,7 +226,7 @@ def _prepositional(preposition: Token, chunks: dict[int, Any]) -> _Extent | None
 
 def _object(preposition: Token) -> Token | None:
     """The noun of a prepositional phrase."""
-    noun = next((child for child in preposition.rights if child.dep_ == "pobj"), None)
+    noun = next((c for c in preposition.rights if c.dep_ == "pobj" and _says_something(c)), None)
     if noun is None or noun.pos_ in ("PRON", "VERB"):
         return None
     # "is the man in blue taller", "the woman with long hair holding": read as "blue taller", "hair holding".

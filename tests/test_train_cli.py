@@ -255,7 +255,6 @@ def records(file: Path) -> Iterator[Any]:
             yield record
 
 
-@pytest.mark.slow  # failed once beside other tests (empty config in the file), never alone; cause not found
 def test_wandb_offline(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/logger/wandb_offline.yaml: resolved config, losses and rates are in the offline run.
 
@@ -267,7 +266,10 @@ def test_wandb_offline(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SILENT", "true")
     monitor = "--trainer.callbacks=lightning.pytorch.callbacks.LearningRateMonitor"
     run("fit", config, tmp_path, "-c", str(ROOT / "configs/logger/wandb_offline.yaml"), monitor)
+    # `finish` only asks W&B's service process to close the file; `teardown` waits until it has. (At the end
+    # of a process W&B does both by itself.)
     wandb.finish()
+    wandb.teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     settings: dict[str, Any] = {}
     logged: list[dict[str, Any]] = []
@@ -282,6 +284,19 @@ def test_wandb_offline(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     assert any("lr-AdamW/text" in row for row in logged)
     assert len(list(tmp_path.glob("lightning_logs/version_0/metrics.csv"))) == 1
+
+
+def test_pictures_of_validation_images(config: Path, tmp_path: Path, tiny_world: Path) -> None:
+    """The callback from the command line, added to the config: PNGs of two images after validation."""
+    callback = "--trainer.callbacks+=lightning_modules.pictures.LogPictures"
+    settings = [f"--trainer.callbacks.tables={tiny_world}", "--trainer.callbacks.num_images=2"]
+    settings += [
+        "--trainer.callbacks.view.crop=true",
+        "--trainer.limit_val_batches=1.0",
+        "--trainer.val_check_interval=2",
+    ]
+    run("fit", config, tmp_path, "-c", str(ROOT / "configs/logger/none.yaml"), callback, *settings)
+    assert len(list(tmp_path.glob("pictures/step-000002/*.png"))) == 2
 
 
 @pytest.mark.parametrize(("name", "curves"), [("csv", 1), ("none", 0)])

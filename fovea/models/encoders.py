@@ -47,6 +47,21 @@ class Encoder(nn.Module, ABC):
             float [B, D], not normalised.
         """
 
+    def patch_tokens(self, pixels: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """What each patch says, in the space of the texts (Figure 4's heat maps; RoRA-VLM eq. 5).
+
+        Args:
+            pixels: float [B, 3, S, S], as for `encode_image`.
+            alpha: float [B, 1, S, S] in [0, 1], or None, as for `encode_image`.
+
+        Returns:
+            float [B, P, D], not normalised, of a square grid of √P × √P patches, row by row.
+
+        Raises:
+            TypeError: the tower has no such tokens.
+        """
+        raise TypeError(f"{type(self).__name__} gives one embedding an image, no projected patch tokens")
+
     @abstractmethod
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Embed token ids int64 [B, L] → float [B, D], not normalised."""
@@ -107,6 +122,24 @@ class ClipEncoder(Encoder):
     def encode_image(self, pixels: Tensor, alpha: Tensor | None = None) -> Tensor:  # noqa: D102
         embedded: Tensor = self.clip.encode_image(with_alpha(pixels, alpha) if self.has_alpha else pixels)
         return embedded
+
+    def patch_tokens(self, pixels: Tensor, alpha: Tensor | None = None) -> Tensor:  # noqa: D102
+        visual = self.clip.visual
+        shown = with_alpha(pixels, alpha) if self.has_alpha else pixels
+        if isinstance(visual, TinyVisual):
+            return visual.tokens(shown)
+        plain = getattr(visual, "attn_pool", visual) is None and hasattr(visual, "forward_intermediates")
+        if not plain or not isinstance(getattr(visual, "proj", None), nn.Parameter):
+            raise TypeError(
+                f"encoder.model: a {type(visual).__name__} has no projected patch tokens; name a ViT of "
+                "open_clip without attentional pooling"
+            )
+        # The last block's tokens through `ln_post`, then the projection that the class token goes through.
+        last = visual.forward_intermediates(
+            shown, indices=1, normalize_intermediates=True, intermediates_only=True, output_fmt="NLC"
+        )
+        tokens: Tensor = last["image_intermediates"][0] @ visual.proj
+        return tokens
 
     def encode_text(self, tokens: Tensor) -> Tensor:  # noqa: D102
         embedded: Tensor = self.clip.encode_text(tokens)

@@ -58,8 +58,8 @@ class Outline:
     again: bool = False
 
 
-def picture(key: str, pixels: UInt8Array) -> Picture:
-    """Embed uint8 [H, W, 3]: small ones as PNG without loss, photographs as JPEG of at most `PHOTO_SIDE`."""
+def picture(key: str, pixels: UInt8Array, *, side: int = PHOTO_SIDE) -> Picture:
+    """Embed uint8 [H, W, 3]: small ones as PNG without loss, photographs as JPEG of at most `side` pixels."""
     height, width = pixels.shape[:2]
     crisp = max(height, width) <= CRISP_SIDE
     image = Image.fromarray(pixels)
@@ -67,15 +67,18 @@ def picture(key: str, pixels: UInt8Array) -> Picture:
     if crisp:
         image.save(buffer, "PNG", optimize=True)
     else:
-        image.thumbnail((PHOTO_SIDE, PHOTO_SIDE), Image.Resampling.LANCZOS)
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
         image.save(buffer, "JPEG", quality=82)
     kind = "png" if crisp else "jpeg"
     data = base64.b64encode(buffer.getvalue()).decode()
     return Picture(key, width, height, f"data:image/{kind};base64,{data}", crisp)
 
 
-def outline(region: dict[str, Any], label: str, colour: int) -> Outline:
-    """The outline of a region of queries.jsonl: its mask (`rle`), or its `box` when it has no mask."""
+def outline(region: dict[str, Any], label: str, colour: int, *, side: int = OUTLINE_SIDE) -> Outline:
+    """The outline of a region of queries.jsonl: its mask (`rle`), or its `box` when it has no mask.
+
+    A mask is traced at no more than `side` pixels.
+    """
     rle = region.get("rle")
     if rle is None:
         left, top, right, bottom = (float(value) for value in region["box"])
@@ -83,7 +86,7 @@ def outline(region: dict[str, Any], label: str, colour: int) -> Outline:
         return Outline(path, (1.0, 1.0), label, colour)
     mask = masks.decode(rle)
     height, width = mask.shape
-    factor = max(1.0, max(height, width) / OUTLINE_SIDE)
+    factor = max(1.0, max(height, width) / side)
     if factor > 1:
         size = max(1, round(width / factor)), max(1, round(height / factor))
         grey = Image.fromarray(mask.astype(np.uint8) * 255).resize(size, Image.Resampling.BOX)

@@ -115,7 +115,7 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
     retrieval = ordered(results["retrieval"])
     seconds = results.get("seconds") or {}
     path = run_dir / "report.html"
-    text = _environment().get_template("page.html.j2").render(
+    text = environment().get_template("page.html.j2").render(
         name=run_dir.resolve().name,
         results=results,
         headline=headline(results, rows),
@@ -304,7 +304,8 @@ def _image_rows(source: Path, chosen: list[dict[str, Any]]) -> dict[str, dict[st
     return {row["id"]: row for row in Tables(source).rows("images") if row["id"] in wanted}
 
 
-def _environment() -> Any:
+def environment() -> Any:
+    """Jinja2 with every value escaped and every unknown name an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
