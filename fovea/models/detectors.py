@@ -1,13 +1,49 @@
-"""Image → query-free regions: proposers, and the interface that they share with learned ones."""
+"""Image → regions: the interfaces of query-free proposers and of detectors that are asked for a phrase."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fovea.types import BoolArray, UInt8Array
+from fovea.types import BoolArray, FloatArray, UInt8Array
+
+
+class Detection(NamedTuple):
+    """What a detector found for one phrase in one image; nothing is a normal result.
+
+    Attributes:
+        boxes: float32 [n, 4], xyxy, pixels of the image, inside it, with positive area.
+        scores: float32 [n], (0, 1), descending.
+    """
+
+    boxes: FloatArray
+    scores: FloatArray
+
+
+class Detector(Protocol):
+    """Finds the boxes that phrases name in an image.
+
+    Attributes:
+        key: names the weights, the thresholds and the form of the prompt: all that changes the output.
+        joint: the phrases of an image share prompts, so that the output for one depends on the others.
+    """
+
+    @property
+    def key(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def joint(self) -> bool:
+        """See the class."""
+        ...
+
+    def detect(self, image: UInt8Array, phrases: Sequence[str]) -> list[Detection]:
+        """One detection for each phrase, in order, of uint8 [H, W, 3]."""
+        ...
 
 
 class Proposer(Protocol):
