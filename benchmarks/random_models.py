@@ -23,6 +23,16 @@ def tokenizer(words: Iterable[str] = WORDS, size: int = 1100) -> Any:
     return BertTokenizer(vocab={token: i for i, token in names.items()})
 
 
+def _disturb(model: Any, std: float) -> Any:
+    """Noise on every parameter: as initialised, a tiny model's output hardly depends on its input."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(std * torch.randn_like(parameter))
+    return model
+
+
 def grounding_dino(directory: Path, *, tiny: bool, seed: int = 0) -> Path:
     """GroundingDINO with its processor; GroundingDINO-T unless tiny."""
     import torch
@@ -79,9 +89,7 @@ def grounding_dino(directory: Path, *, tiny: bool, seed: int = 0) -> Path:
         size = {"shortest_edge": 800, "longest_edge": 1333}
     model = GroundingDinoForObjectDetection(config)
     if tiny:  # the last layer of every box head starts at zero: all boxes would be cells of the grid
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+        _disturb(model, 0.05)
     model.save_pretrained(directory)
     processor = GroundingDinoProcessor(
         GroundingDinoImageProcessor(size=size), tokenizer(size=config.text_config.vocab_size)
@@ -140,7 +148,7 @@ def transformers_sam(directory: Path, *, seed: int = 0) -> Path:
         hidden_size=32, mlp_dim=64, num_attention_heads=2, iou_head_depth=2, iou_head_hidden_dim=32
     )
     config = SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
-    SamModel(config).save_pretrained(directory)
+    _disturb(SamModel(config), 0.1).save_pretrained(directory)
     SamImageProcessor(
         size={"longest_edge": 64},
         pad_size={"height": 64, "width": 64},
@@ -181,11 +189,9 @@ def transformers_sam2(directory: Path, *, seed: int = 0) -> Path:
         fpn_hidden_size=32,
     )
     prompt = Sam2PromptEncoderConfig(hidden_size=32, image_size=64, patch_size=16, mask_input_channels=8)
-    decoder = Sam2MaskDecoderConfig(
-        hidden_size=32, mlp_dim=64, num_attention_heads=2, iou_head_hidden_dim=32
-    )
+    decoder = Sam2MaskDecoderConfig(hidden_size=32, mlp_dim=64, num_attention_heads=2, iou_head_hidden_dim=32)
     config = Sam2Config(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
-    Sam2Model(config).save_pretrained(directory)
+    _disturb(Sam2Model(config), 0.1).save_pretrained(directory)
     size = {"height": 64, "width": 64}
     Sam2ImageProcessor(size=size, mask_size={"height": 16, "width": 16}).save_pretrained(directory)
     return directory

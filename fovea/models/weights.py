@@ -16,6 +16,7 @@ from typing import Any
 # What a transformers model reads besides its weights. Everything here may change its output.
 _SETTINGS = (
     "config.json",
+    "model.safetensors.index.json",
     "preprocessor_config.json",
     "processor_config.json",
     "tokenizer.json",
@@ -85,15 +86,18 @@ def model_directory(name: str | Path, model_types: Sequence[str]) -> tuple[Path,
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    wanted = [*_SETTINGS, *_WEIGHTS]
     try:
-        cached = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        cached = Path(snapshot_download(name, local_files_only=True))
         if any(sorted(cached.glob(kind)) for kind in _WEIGHTS):  # else an interrupted download
             return cached
     except OSError:  # not in the cache
         pass
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        for kind in _WEIGHTS:  # many repositories hold both: the second only where the first is absent
+            fetched = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, kind]))
+            if sorted(fetched.glob(kind)):
+                break
+        return fetched
     except (OSError, RuntimeError, ValueError) as error:  # offline, no such name, no permission
         raise FileNotFoundError(
             f"{name} is neither a directory nor in the hub's cache, and could not be fetched "
