@@ -1,6 +1,6 @@
 """Where: what SAM, GroundingDINO, the mask store and the proposals cost, each against a named alternative.
 
-python benchmarks/where.py                      # real sizes with random weights: some minutes and 6 GB
+python benchmarks/where.py                      # real sizes with random weights: some minutes
 python benchmarks/where.py --parts masks,proposals,workers
 python benchmarks/where.py --tiny               # seconds: does it run; no demand is made
 

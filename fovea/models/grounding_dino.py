@@ -60,7 +60,7 @@ class GroundingDino:
         threshold: boxes with a score above it are kept (METHOD.md 1.3: 0.3).
         prompt: `single` asks one phrase a prompt, `joint` all phrases in as few prompts as the token limit
             allows: faster, but what is found for a phrase then depends on its neighbours.
-        batch_size: prompts run at once; each takes about 1.5 GB at the usual 800 pixels.
+        batch_size: prompts run at once; memory grows with it.
         device: where torch runs it.
     """
 

@@ -22,7 +22,8 @@ from fovea.types import BoolArray, FloatArray, UInt8Array
 if TYPE_CHECKING:  # torch starts slowly, and the keys of a mask store need none
     from torch import Tensor
 
-# Boxes decoded at once. A box takes about 50 MB in SAM's decoder and 4 bytes a pixel of the image after it.
+# Boxes decoded at once: each takes a copy of the image's embedding through the decoder (4 MB a copy in the
+# released sizes, of which some ten live at once), and 4 bytes a pixel of the image after it.
 _MAX_BOXES = 16
 _MAX_PIXELS = 2**26
 
