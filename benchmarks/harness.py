@@ -49,14 +49,20 @@ class Comparison:
         width = max(map(len, self.names))
         for name, seconds in zip(self.names, self.seconds, strict=True):
             speeds = [self.items / s for s in seconds]
-            spread = f"{min(speeds):,.1f} – {max(speeds):,.1f}"
-            lines.append(f"  {name:<{width}}  {statistics.median(speeds):10,.1f} {self.unit}/s  ({spread})")
-        demand = "" if self.need is None else f"; needed ≥ {self.need}×: {'ok' if self.ok else 'MISSED'}"
+            spread = f"{_speed(min(speeds))} – {_speed(max(speeds))}"
+            lines.append(
+                f"  {name:<{width}}  {_speed(statistics.median(speeds)):>10} {self.unit}/s  ({spread})"
+            )
+        demand = "" if self.need is None else f"; needed ≥ {self.need:.3g}×: {'ok' if self.ok else 'MISSED'}"
         spread = f"{min(self.ratios):.3f} – {max(self.ratios):.3f}"
         lines.append(
             f"  {'ratio':<{width}}  {self.ratio:10.3f}×  ({spread}, {len(self.ratios)} rounds){demand}"
         )
         return "\n".join(lines)
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
 
 
 def compare(

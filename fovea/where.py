@@ -1,7 +1,8 @@
 """Phrase × Image → Regions: which part of an image a phrase means, and how much of the image it is (eq. 4).
 
-The regions of an image are proposed and embedded once, independent of any query (`fovea.region_bank`);
-grounding a phrase is then a matrix product and an arg-max.
+Two ways. `Locator` asks a detector for each phrase and refines its boxes to masks, as the paper does. Or the
+regions of an image are proposed and embedded once, independent of any query (`fovea.region_bank`); grounding
+a phrase is then a matrix product and an arg-max (`ground_candidates`).
 
 Shapes: `M` rows (query × candidate), `T` phrases of a query (padded), `R` regions of one image, `D`
 embedding width, `C` cells of one image (see `RegionEmbeddings`).
@@ -14,12 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fovea import masks
+from fovea.models.detectors import Detector
+from fovea.models.segmenters import Segmenter
 from fovea.region_bank import RegionEmbeddings
-from fovea.types import BoolArray, FloatArray
+from fovea.types import RLE, BoolArray, FloatArray, Region, UInt8Array
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 EPS = 1e-6  # ε of eq. 4
+_MAX_PIXELS = 2**28  # of the masks held at once, 256 MB; a 640 × 480 image reaches it with 873 boxes
 
 
 class Grounding(NamedTuple):
@@ -121,3 +126,95 @@ def ground_candidates(
         out.question_similarity[rows] = np.where(found, questions, np.nan)
         out.eq4[rows] = shares(region, image.cells, image.areas)
     return out
+
+
+class Locator:
+    """Phrases × image → regions (METHOD.md 1.3): boxes by a detector, refined to masks by a segmenter.
+
+    Attributes:
+        detector: finds the boxes of each phrase.
+        segmenter: makes a mask of each box, or None: the regions are boxes only.
+    """
+
+    def __init__(self, detector: Detector, segmenter: Segmenter | None = None) -> None:
+        self.detector = detector
+        self.segmenter = segmenter
+
+    @property
+    def key(self) -> str:
+        """`<detector.key>+<segmenter.key>`, or the detector's alone."""
+        return self.detector.key if self.segmenter is None else f"{self.detector.key}+{self.segmenter.key}"
+
+    @property
+    def joint(self) -> bool:
+        """Whether the regions of a phrase depend on the phrases that were asked with it."""
+        return self.detector.joint
+
+    def locate(self, image: UInt8Array, phrases: Sequence[str]) -> list[list[Region]]:
+        """The regions of each phrase.
+
+        The segmenter gets the boxes of all phrases together, so that it encodes the image once, and not at
+        all where nothing was found. (Masks of more than 256 million pixels go through it in several parts;
+        it keeps the last image's embedding.)
+
+        Args:
+            image: uint8 [H, W, 3], RGB, EXIF-upright.
+            phrases: the texts to look for.
+
+        Returns:
+            for each phrase, in order, its regions, best first: `r0`, `r1`, … with the phrase as label and
+            `scores["detector"]` in (0, 1). No region is a normal result, and so is an empty mask.
+        """
+        found = self.detector.detect(image, phrases)
+        made = iter(self._masks(image, np.concatenate([own.boxes for own in found]) if found else _NO_BOX))
+        return [
+            [
+                Region(f"r{i}", box, next(made), label=phrase, scores={"detector": float(score)})
+                for i, (box, score) in enumerate(zip(own.boxes, own.scores, strict=True))
+            ]
+            for phrase, own in zip(phrases, found, strict=True)
+        ]
+
+    def _masks(self, image: UInt8Array, boxes_K4: FloatArray) -> list[RLE] | list[None]:
+        """The mask of every box."""
+        if self.segmenter is None:
+            return [None] * len(boxes_K4)
+        step = max(1, _MAX_PIXELS // (image.shape[0] * image.shape[1]))
+        return [
+            masks.encode(mask)
+            for start in range(0, len(boxes_K4), step)
+            for mask in self.segmenter.segment(image, boxes_K4[start : start + step])
+        ]
+
+
+_NO_BOX = np.zeros((0, 4), np.float32)
+
+
+def union(regions: Sequence[Region]) -> Region | None:
+    """The regions of one phrase → one: several boxes of a phrase have the union as its mask (METHOD.md 1.3).
+
+    Args:
+        regions: of one phrase in one image.
+
+    Returns:
+        None for no region. Else id, phrase and label are the first's, the box is the smallest around all
+        boxes, and every score is the highest of its name. The mask is None unless all regions have one: a
+        box that is not segmented says nothing about pixels.
+
+    Raises:
+        ValueError: the masks have several sizes.
+    """
+    if not regions:
+        return None
+    if len(regions) == 1:
+        return regions[0]
+    first = regions[0]
+    boxes = np.stack([region.box for region in regions])
+    box = np.concatenate([boxes[:, :2].min(0), boxes[:, 2:].max(0)]).astype(np.float32)
+    rles = [region.mask for region in regions if region.mask is not None]
+    if len({tuple(rle["size"]) for rle in rles}) > 1:
+        raise ValueError(f"masks of one image have one size; got {[rle['size'] for rle in rles]}")
+    names = dict.fromkeys(name for region in regions for name in region.scores)
+    scores = {name: max(region.scores[name] for region in regions if name in region.scores) for name in names}
+    mask = masks.union(rles) if len(rles) == len(regions) else None
+    return Region(first.id, box, mask, first.phrase_id, first.label, scores)

@@ -221,3 +221,26 @@ def test_turns(orientation: int) -> None:
     assert masks.orient_boxes(boxes, orientation, 4, 6).tolist() == expected
     with pytest.raises(ValueError, match="1 to 8"):
         masks.orient_masks(stack, 9)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (7, 5), (40, 30)])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_labels_become_their_masks(shape, count):
+    """Every label of a random segmentation, also one without a pixel, equals encoding its mask."""
+    labels = np.random.default_rng(count).integers(0, count, shape)
+    labels[labels == 3] = 4
+    expected = [masks.encode(labels == i) for i in range(labels.max() + 1)]
+    assert masks.encode_labels(labels) == expected
+    blocks = np.kron(labels, np.ones((3, 4), int))  # longer runs, of whole columns
+    assert masks.encode_labels(blocks) == [masks.encode(blocks == i) for i in range(labels.max() + 1)]
+
+
+def test_decoded_masks_are_contiguous_and_whole():
+    """Empty, full, one pixel in a corner, a box that touches every edge."""
+    drawn = np.zeros((5, 6, 7), bool)
+    drawn[1] = True
+    drawn[2, 0, 6] = drawn[3, 5, 0] = True
+    drawn[4, [0, 5, 2, 3], [3, 2, 0, 6]] = True
+    got = masks.decode_many([masks.encode(mask) for mask in drawn])
+    np.testing.assert_array_equal(got, drawn)
+    assert got.flags.c_contiguous and masks.decode(masks.encode(drawn[4])).flags.c_contiguous

@@ -1,13 +1,50 @@
-"""Image → query-free regions: proposers, and the interface that they share with learned ones."""
+"""Image → regions: the interfaces of query-free proposers and of detectors that are asked for a phrase."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fovea.types import BoolArray, UInt8Array
+from fovea import masks
+from fovea.types import RLE, BoolArray, FloatArray, UInt8Array
+
+
+class Detection(NamedTuple):
+    """What a detector found for one phrase in one image; nothing is a normal result.
+
+    Attributes:
+        boxes: float32 [n, 4], xyxy, pixels of the image, inside it, with positive area.
+        scores: float32 [n], (0, 1), descending.
+    """
+
+    boxes: FloatArray
+    scores: FloatArray
+
+
+class Detector(Protocol):
+    """Finds the boxes that phrases name in an image.
+
+    Attributes:
+        key: names the weights, the thresholds and the form of the prompt: all that changes the output.
+        joint: the phrases of an image share prompts, so that the output for one depends on the others.
+    """
+
+    @property
+    def key(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def joint(self) -> bool:
+        """See the class."""
+        ...
+
+    def detect(self, image: UInt8Array, phrases: Sequence[str]) -> list[Detection]:
+        """One detection for each phrase, in order, of uint8 [H, W, 3]."""
+        ...
 
 
 class Proposer(Protocol):
@@ -65,10 +102,7 @@ class Felzenszwalb:
         )
 
     def propose(self, image: UInt8Array) -> BoolArray:
-        """Segments at every scale, by scale and then in reading order of their first pixel.
-
-        Equal segments are kept once. A segment that covers the whole image is left out: the coarse stage sees
-        the image already. A uniform image has no region.
+        """Segments at every scale, as `rles` gives them.
 
         Args:
             image: uint8 [H, W, 3].
@@ -76,20 +110,28 @@ class Felzenszwalb:
         Returns:
             bool [R, H, W].
         """
+        return masks.decode_many(self.rles(image), image.shape[:2])
+
+    def rles(self, image: UInt8Array) -> list[RLE]:
+        """Segments at every scale, by scale and then in reading order of their first pixel.
+
+        Equal segments are kept once. A segment that covers the whole image is left out: the coarse stage sees
+        the image already. A uniform image has no region. A photograph can have thousands: as run lengths they
+        take a small part of the memory and time of their masks.
+
+        Args:
+            image: uint8 [H, W, 3].
+        """
         from skimage.segmentation import felzenszwalb  # scikit-image starts slowly
 
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ValueError(f"propose needs uint8 [H, W, 3], got {image.dtype} {list(image.shape)}")
-        found: dict[bytes, BoolArray] = {}
+        found: dict[bytes, RLE] = {}
         for scale in self.scales:
             labels = felzenszwalb(
                 image, scale=scale, sigma=self.sigma, min_size=self.min_size, channel_axis=-1
             )
-            count = int(labels.max()) + 1
-            if count == 1:
-                continue
-            for mask in labels[None] == np.arange(count)[:, None, None]:
-                found.setdefault(np.packbits(mask).tobytes(), mask)
-        if not found:
-            return np.zeros((0, *image.shape[:2]), bool)
-        return np.stack(list(found.values()))
+            if labels.max() > 0:
+                for rle in masks.encode_labels(labels):
+                    found.setdefault(rle["counts"], rle)
+        return list(found.values())
