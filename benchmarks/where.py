@@ -267,13 +267,14 @@ def workers(folder: Path, options: argparse.Namespace) -> Any:
 def read_masks(store: Any, image_id: str, size: tuple[int, int]) -> Any:
     """The masks of an image, bool [R, H, W]."""
     from fovea import masks
+    from fovea.mask_store import Entry
 
-    return masks.decode_many([region.mask for region in store.get(image_id)], size)
+    return masks.decode_many([region.mask for region in store.get(Entry(image_id))], size)
 
 
 def store_regions(store: Any, image_id: str, regions: list[Any]) -> None:
     """Append the regions of an image."""
-    store.append(image_id, regions)
+    store.append(image_id, {(): regions})
 
 
 def picture(options: argparse.Namespace) -> tuple[Any, bytes]:

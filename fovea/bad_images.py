@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
@@ -44,6 +45,11 @@ class BadImageLog:
             (image id, reason) of every bad image of the run so far; an empty file says that there was none.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.directory / f".{BAD_IMAGES}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks without a barrier may end together
+            return self._merge()
+
+    def _merge(self) -> list[tuple[str, str]]:
         target = self.directory / BAD_IMAGES
         parts = sorted(self.directory.glob(f"{BAD_IMAGES}.*.part"))
         reasons: dict[str, str] = {}

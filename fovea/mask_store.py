@@ -1,9 +1,11 @@
-"""Image id → regions, kept on disk: what a detector or segmenter found, computed once and resumably.
+"""Image bytes × prompt → regions on disk: what a detector and a segmenter found, computed once, resumably.
 
-A store is a directory; each key (what made the regions: detector, thresholds) has a folder of its own in it,
-so a changed setting never mixes with old rows. In the folder: `manifest.json` and append-only shards, one for
-every process that ever wrote. A row is one line, `<crc32> <json>`; a row cut short by a kill, or damaged
-later, is ignored and its image counts as missing. A reader may look while writers write.
+A store is a directory; each key (what made the regions: detector, segmenter, thresholds, weights) has a
+folder of its own in it, so a changed setting never mixes with old rows. In the folder: `manifest.json` and
+append-only shards, one for every process that ever wrote. A row is one line, `<crc32> <header><tab><body>`:
+all that one pass over an image found. A row cut short by a kill, or damaged later, is ignored and counts as
+missing, so `kill -9` costs the image in flight and nothing else (a power cut may cost what the system had
+not written yet). A reader may look while writers write.
 """
 
 from __future__ import annotations
@@ -12,17 +14,38 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fovea import masks
 from fovea.types import Region
 
-VERSION = 1
-_FIRST_STRING = json.JSONDecoder()
+VERSION = 2
+_MAX_OPEN = 64  # shards kept open for reading
+
+
+class Entry(NamedTuple):
+    """What a stored result belongs to.
+
+    Attributes:
+        digest: of the image file's bytes (`ImageReader.digest`): a replaced file has no regions yet.
+        prompts: the phrases that shared one prompt; one phrase as a rule, none for query-free proposals.
+    """
+
+    digest: str
+    prompts: tuple[str, ...] = ()
+
+
+class _Place(NamedTuple):
+    shard: Path
+    offset: int
+    size: int
+    position: int  # among the row's prompt groups
+    image_id: str
 
 
 class MaskStore:
@@ -31,34 +54,45 @@ class MaskStore:
     Args:
         path: directory of the store; it need not exist before the first `append`.
         key: what made the regions. Two stores with the same key hold the same regions.
+
+    Raises:
+        ValueError: the folder of this key was written by another version of the format.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
         self.path = Path(path)
         self.key = key
         self.directory = self.path / sha256(key.encode()).hexdigest()[:16]
-        self._where: dict[str, tuple[Path, int, int]] = {}
+        self._where: dict[Entry, _Place] = {}
         self._read_up_to: dict[Path, int] = {}
         self._damaged: dict[Path, int] = {}
         self._shard: tuple[int, int] | None = None  # (process id, file descriptor)
+        self._open: dict[Path, int] = {}
+        if (manifest := self.directory / "manifest.json").is_file():
+            _check_version(manifest)
         self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}, "_shard": None}  # descriptors mean nothing in another process
 
     @staticmethod
     def keys(path: str | Path) -> list[str]:
         """The keys that the store at `path` holds, sorted."""
-        return sorted(json.loads(file.read_text())["key"] for file in Path(path).glob("*/manifest.json"))
+        return sorted(_check_version(file)["key"] for file in Path(path).glob("*/manifest.json"))
 
     @classmethod
-    def open(cls, path: str | Path) -> MaskStore:
-        """The store at `path` when it holds a single key.
+    def open(cls, path: str | Path, key: str | None = None) -> MaskStore:
+        """The store at `path`; without a key it must hold a single one.
 
         Raises:
-            ValueError: it holds none or several.
+            ValueError: it does not hold the key, or holds none or several and none is named.
         """
         keys = cls.keys(path)
-        if len(keys) != 1:
-            raise ValueError(f"mask store {path} holds {len(keys)} keys, one is needed here: {keys}")
-        return cls(path, keys[0])
+        if key is None and len(keys) != 1:
+            raise ValueError(f"mask store {path} holds {len(keys)} keys, name the one that is meant: {keys}")
+        if key is not None and key not in keys:
+            raise ValueError(f"mask store {path} has no key {key!r}; it holds {keys}")
+        return cls(path, key or keys[0])
 
     @property
     def num_damaged(self) -> int:
@@ -68,12 +102,16 @@ class MaskStore:
     def __len__(self) -> int:
         return len(self._where)
 
-    def __contains__(self, image_id: str) -> bool:
-        return image_id in self._where
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._where
 
-    def ids(self) -> list[str]:
-        """Ids of the stored images, sorted."""
+    def entries(self) -> list[Entry]:
+        """What is stored, sorted."""
         return sorted(self._where)
+
+    def image_id(self, entry: Entry) -> str:
+        """The id under which the image was looked at."""
+        return self._where[entry].image_id
 
     def refresh(self) -> None:
         """Take in the rows that were written since the last look."""
@@ -81,75 +119,110 @@ class MaskStore:
             offset = self._read_up_to.get(shard, 0)
             if shard.stat().st_size == offset:
                 continue
-            with open(shard, "rb") as file:
-                file.seek(offset)
-                for line in file:
-                    if not line.endswith(b"\n"):  # being written, or cut short by a kill
-                        break
-                    if _intact(line):
-                        image_id, _ = _FIRST_STRING.raw_decode(line[10:].decode())
-                        self._where.setdefault(image_id, (shard, offset, len(line)))
-                    else:
-                        self._damaged[shard] = self._damaged.get(shard, 0) + 1
-                    offset += len(line)
-            self._read_up_to[shard] = offset
+            for line, start, end in _lines(shard, offset):
+                if _intact(line):
+                    header = json.loads(line[9 : line.index(b"\t")])
+                    for position, prompts in enumerate(header["prompts"]):
+                        place = _Place(shard, start, len(line), position, header["id"])
+                        self._where.setdefault(Entry(header["digest"], tuple(prompts)), place)
+                else:
+                    self._damaged[shard] = self._damaged.get(shard, 0) + 1
+                self._read_up_to[shard] = end
 
-    def missing(self, ids: Iterable[str]) -> list[str]:
-        """Those of `ids` that have no row yet, in order, each once."""
+    def missing(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those of `entries` that have no row yet, in order, each once."""
         self.refresh()
-        return [image_id for image_id in dict.fromkeys(ids) if image_id not in self._where]
+        return [entry for entry in dict.fromkeys(entries) if entry not in self._where]
 
-    def append(self, image_id: str, regions: Sequence[Region]) -> None:
-        """Store the regions of one image; none is a result too. An image that has a row keeps it."""
-        if image_id in self._where:
+    def append(
+        self, digest: str, found: Mapping[tuple[str, ...], Sequence[Region]], *, image_id: str = ""
+    ) -> None:
+        """Store what one pass over an image found, all of it or (when killed) nothing.
+
+        Args:
+            digest: of the image's bytes.
+            found: prompt group → its regions; none is a result too. What has a row already keeps it.
+            image_id: for people who look into the store.
+        """
+        new = {prompts: regions for prompts, regions in found.items() if Entry(digest, prompts) not in self}
+        if not new:
             return
-        row = [image_id, [_to_json(region) for region in regions]]
-        body = json.dumps(row, separators=(",", ":")).encode()
-        line = b"%08x %s\n" % (zlib.crc32(body), body)
+        header = {"digest": digest, "id": image_id, "prompts": list(new)}
+        body = [[_to_json(region) for region in regions] for regions in new.values()]
+        text = b"\t".join(json.dumps(part, separators=(",", ":")).encode() for part in (header, body))
+        line = b"%08x %s\n" % (zlib.crc32(text), text)
         descriptor = self._descriptor()
         while line:
             line = line[os.write(descriptor, line) :]
 
-    def get(self, image_id: str) -> list[Region]:
-        """The regions of one image, in the order they were stored.
+    def get(self, entry: Entry) -> list[Region]:
+        """The regions of one image and prompt group, in the order they were stored.
 
         Raises:
-            KeyError: the image has no row; the message says how to make it.
+            KeyError: there is no row; the message says how to make it.
         """
-        if image_id not in self._where:
+        if entry not in self._where:
             self.refresh()
-        if image_id not in self._where:
+        if entry not in self._where:
             others = [key for key in self.keys(self.path) if key != self.key]
             hint = f"; other keys of this store: {others}" if others else ""
+            asked = f" and {list(entry.prompts)}" if entry.prompts else ""
             raise KeyError(
-                f"no masks for image {image_id!r} in {self.path} under key {self.key!r} ({len(self)} images "
-                f"stored{hint}); run: python scripts/precompute_masks.py --tables TABLES --out {self.path}"
+                f"no masks for the image {entry.digest!r}{asked} in {self.path} under key {self.key!r} "
+                f"({len(self)} results stored{hint}); run: python scripts/precompute_masks.py "
+                f"--tables TABLES --out {self.path}"
             )
-        shard, offset, size = self._where[image_id]
-        with open(shard, "rb") as file:
-            file.seek(offset)
-            line = file.read(size)
+        place = self._where[entry]
+        line = os.pread(self._reading(place.shard), place.size, place.offset)
         if not _intact(line):
-            raise ValueError(f"{shard}: the row of {image_id!r} at byte {offset} changed while in use")
-        return [_from_json(region) for region in json.loads(line[9:])[1]]
+            raise ValueError(
+                f"{place.shard}: the row of {place.image_id!r} at byte {place.offset} changed while in use"
+            )
+        return [_from_json(row) for row in json.loads(line[line.index(b"\t") :])[place.position]]
 
-    def items(self) -> Iterator[tuple[str, list[Region]]]:
-        """(image id, regions) of every stored image, by id."""
-        for image_id in self.ids():
-            yield image_id, self.get(image_id)
+    def items(self) -> Iterator[tuple[Entry, list[Region]]]:
+        """(entry, regions) of everything stored, sorted."""
+        for entry in self.entries():
+            yield entry, self.get(entry)
+
+    def verify(self) -> Iterator[str]:
+        """Read every row of every shard again; one message for each that is damaged or says nonsense.
+
+        A last line without its end is no damage (a writer was killed, or is writing).
+        """
+        for shard in sorted(self.directory.glob("*.rows")):
+            for line, offset, _ in _lines(shard, 0):
+                where = f"{shard} at byte {offset}"
+                if not _intact(line):
+                    yield f"{where}: the checksum does not fit; the row counts as missing"
+                    continue
+                tab = line.index(b"\t")
+                name = json.loads(line[9:tab])["id"]
+                for rows in json.loads(line[tab:]):
+                    yield from (f"{where}, image {name!r}: {fault}" for row in rows for fault in _faults(row))
 
     def close(self) -> None:
-        """Close this process's shard; a later `append` opens another."""
+        """Close this process's shards; a later `append` opens another."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
         if self._shard and self._shard[0] == os.getpid():
             os.close(self._shard[1])
         self._shard = None
+
+    def _reading(self, shard: Path) -> int:
+        if shard not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[shard] = os.open(shard, os.O_RDONLY)
+        return self._open[shard]
 
     def _descriptor(self) -> int:
         """This process's shard: a new file each time, for nothing may follow a row that a kill cut short."""
         if self._shard is None or self._shard[0] != os.getpid():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._write_manifest()
-            name = f"{time.time_ns():020d}-{os.getpid()}.rows"
+            name = f"{time.time_ns():020d}-{os.uname().nodename}-{os.getpid()}.rows"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._shard = os.getpid(), os.open(self.directory / name, flags, 0o644)
         return self._shard[1]
@@ -157,13 +230,47 @@ class MaskStore:
     def _write_manifest(self) -> None:
         manifest = self.directory / "manifest.json"
         if not manifest.exists():
-            half = manifest.with_name(f".manifest-{os.getpid()}")
+            half = manifest.with_name(f".manifest-{os.uname().nodename}-{os.getpid()}")
             half.write_text(json.dumps({"version": VERSION, "key": self.key}, indent=1) + "\n")
             half.replace(manifest)
 
 
+def _check_version(manifest: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(manifest.read_text())
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{manifest.parent}: a mask store of version {content.get('version')}, this code reads "
+            f"{VERSION}; delete it and run scripts/precompute_masks.py again"
+        )
+    return content
+
+
+def _lines(shard: Path, start: int) -> Iterator[tuple[bytes, int, int]]:
+    """Whole lines from byte `start` on, with their first byte and the one behind them."""
+    with open(shard, "rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):  # being written, or cut short by a kill
+                return
+            yield line, start, start + len(line)
+            start += len(line)
+
+
 def _intact(line: bytes) -> bool:
-    return line[8:9] == b" " and line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+    return line[8:9] == b" " and b"\t" in line and line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+
+
+def _faults(row: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a stored region."""
+    try:
+        region = _from_json(row)
+        box = region.box
+        if box.shape != (4,) or not np.isfinite(box).all() or (box[2:] < box[:2]).any():
+            yield f"region {region.id}: box {box.tolist()} is no xyxy box"
+        if region.mask is not None:
+            masks.decode(region.mask)
+    except (KeyError, TypeError, ValueError) as error:
+        yield f"region {row.get('id')}: {error!r}"
 
 
 def _to_json(region: Region) -> dict[str, Any]:

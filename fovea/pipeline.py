@@ -19,6 +19,7 @@ from fovea.types import FUSIONS, Candidate, Evidence, Phrase, Query, Region, Sco
 
 if TYPE_CHECKING:  # torch, faiss and spaCy load when a stage runs
     from fovea.region_bank import RegionBank, RegionEmbeddings
+    from fovea.region_sources import Prompts
     from fovea.retrieve import Retriever
 
 What = Callable[[Sequence[str]], list[list[Phrase]]]
@@ -112,13 +113,21 @@ class Cascade:
         vectors = embed_texts(self.where.encoder, texts)
         place = {text: i for i, text in enumerate(texts)}
         # Where.
-        images = self.where.embed([self.images[id_] for id_ in dict.fromkeys(image_ids)])
+        source = self.where.source
+        said = [[p.text for p in own] for own in phrases]
+        groups = [source.prompts(own) for own in said]
+        asked: dict[str, list[Prompts]] = {id_: [] for id_ in image_ids}
+        for q, id_ in zip(query, image_ids, strict=True):
+            asked[id_] += groups[q]
+        images = self.where.embed([self.images[id_] for id_ in asked], asked)
+        per_phrase = any(groups)
         grounding = ground_candidates(
             [vectors[[place[p.text] for p in own]] for own in phrases],
             vectors[[place[item.text] for item in queries]],
             query,
             image_ids,
             images,
+            names=[[source.name(own, text) for text in own] for own in said] if per_phrase else None,
             full_mask_if_missing=self.missing_phrase == "full_mask",
         )
         # Reweight.

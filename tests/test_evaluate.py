@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
+from datamodules import fill_masks
 from fovea import bundle, masks
+from fovea.images import ImageReader
 from fovea.mask_store import MaskStore
+from fovea.models.detectors import Detection
 from fovea.models.encoders import tiny_clip
 from fovea.reweight import Calibrations, fit_eq9, fit_ranking
 from fovea.score_table import ScoreTable
-from fovea.tables import TableWriter
+from fovea.tables import Tables, TableWriter
 from fovea.types import Region
+from fovea.where import Locator
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -70,7 +75,7 @@ def place(tmp_path_factory):
                     gold_image_ids=gold,
                     split=split,
                 )
-                store.append(f"{split}{i}", regions)
+                store.append(blake2b(path.read_bytes(), digest_size=16).hexdigest(), {(): regions})
             writer.add("queries", id=f"{split}-none", text="a thing", split=split)
             writer.add("queries", id=f"{split}-absent", text="white", gold_image_ids=["nowhere"], split=split)
         writer.finish({"reader": "test", "seed": 5})
@@ -274,12 +279,62 @@ def test_everything_wrong_is_named_at_once(place, evaluate, capsys, tmp_path):
 
 def test_half_filled_store_is_refused(place, evaluate, capsys, tmp_path):
     """Images without a row in the store are counted, with the command that fills it."""
-    MaskStore(tmp_path / "store", "k").append("one0", [])
+    names = [f"{split}{i}.png" for split in ("one", "two") for i in range(12)]
+    contents = [(place / name).read_bytes() for name in names]
+    digest = blake2b(contents[0], digest_size=16).hexdigest()
+    MaskStore(tmp_path / "store", "k").append(digest, {(): []})
     with pytest.raises(SystemExit):
         evaluate.main(
             ["scores", *arguments(place, tmp_path / "out", "--what", "none", "--masks", tmp_path / "store")]
         )
-    assert "masks for 23 of 24 images are missing" in capsys.readouterr().err
+    left = 24 - contents.count(contents[0])  # equal pictures are one to the store
+    assert f"masks for {left} of 24 images are missing" in capsys.readouterr().err
+
+
+class Stripes:
+    """A detector whose boxes depend on the phrase: none for `white`, the left or the right half else."""
+
+    key, joint = "stripes", False
+
+    def detect(self, image, phrases):
+        height, width = image.shape[:2]
+        found = []
+        for phrase in phrases:
+            left = 0 if "red" in phrase or "green" in phrase else width // 2
+            box = np.array([[left, 0, left + width // 2, height]], np.float32)[: "white" not in phrase]
+            found.append(Detection(box, np.full(len(box), 0.5, np.float32)))
+        return found
+
+
+def test_regions_of_phrases(place, evaluate, capsys, tmp_path):
+    """What the candidates lack in a store of phrases' regions is listed in a file that fills it; then every
+    phrase is grounded in its own region, and a phrase that was not found has none.
+    """
+    tables, maker = Tables(place / "tables"), Locator(Stripes())
+    store, reader = MaskStore(tmp_path / "store", "stripes"), ImageReader(place / "tables")
+    rows = {row["id"]: row for row in tables.rows("images")}
+    filler = fill_masks.Filler(maker, reader, store)
+    gold = fill_masks.ask_phrases(
+        rows, tables.queries(), lambda q: q.gold_image_ids, fill_masks.phrase_texts(), joint=False
+    )
+    assert len(gold) == 24
+    for item in gold:
+        filler(item)
+    command = ["scores", *arguments(place, tmp_path / "out", "--masks", tmp_path / "store", splits="one")]
+    with pytest.raises(SystemExit):
+        evaluate.main(command)
+    listed = tmp_path / "out" / "missing_masks.jsonl"
+    assert f"--prompts {listed}" in capsys.readouterr().err
+    asked = fill_masks.ask_file(listed, rows, tables.queries(), fill_masks.phrase_texts(), joint=False)
+    assert sum(filler(item).num_results for item in asked) > 0
+    evaluate.main(command)
+    kept = [r for r in pq.read_table(tmp_path / "out/scores.parquet").to_pylist() if r["rank"] > 0]
+    queries = {query.id: query.text for query in tables.queries()}
+    assert len(kept) > 24
+    for row in kept:
+        named = [region for region in row["region_ids"] if region]
+        assert all(region in queries[row["query_id"]] for region in named)
+        assert bool(named) == ("white" not in queries[row["query_id"]])
 
 
 def test_help_loads_nothing_heavy():

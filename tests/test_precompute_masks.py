@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 from fovea import masks
-from fovea.mask_store import MaskStore
+from fovea.images import ImageReader
+from fovea.mask_store import Entry, MaskStore
 from fovea.models.detectors import Felzenszwalb
-from fovea.tables import TableWriter
+from fovea.tables import Tables, TableWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, str(ROOT / "scripts/precompute_masks.py")]
@@ -49,8 +50,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _content(store: MaskStore) -> dict[str, Any]:
     return {
-        image_id: [(region.id, region.box.tolist(), region.mask) for region in regions]
-        for image_id, regions in store.items()
+        entry: [(region.id, region.box.tolist(), region.mask, region.scores) for region in regions]
+        for entry, regions in store.items()
     }
 
 
@@ -60,9 +61,9 @@ def whole(pictures: Path) -> MaskStore:
     out = pictures.parent / "whole"
     first = _run("--tables", pictures, "--out", out, "--splits", "a", "--workers", 1)
     assert first.returncode == 0, first.stderr
-    assert "0 of 30 images are in" in first.stdout and "30 images added, 0 images unreadable" in first.stdout
+    assert "0 of 30 results for 30 images are in" in first.stdout and "0 images unreadable" in first.stdout
     second = _run("--tables", pictures, "--out", out, "--workers", 1)
-    assert "30 of 41 images are in" in second.stdout and "11 images added" in second.stdout
+    assert "30 of 41 results" in second.stdout and "added for 11 images (1 without any" in second.stdout
     return MaskStore.open(out)
 
 
@@ -72,10 +73,11 @@ def test_the_store_holds_what_the_detector_proposes(pictures: Path, whole: MaskS
     """
     detector = Felzenszwalb()
     assert whole.key == detector.key and len(whole) == 41
-    assert whole.get("i40") == []
+    digest = {row["id"]: ImageReader(pictures).digest(row) for row in Tables(pictures).rows("images")}
+    assert whole.get(Entry(digest["i40"])) == [] and whole.image_id(Entry(digest["i40"])) == "i40"
     for number in (0, 35):
         proposed = detector.propose(np.asarray(Image.open(pictures / f"{number}.png")))
-        stored = whole.get(f"i{number}")
+        stored = whole.get(Entry(digest[f"i{number}"]))
         assert np.array_equal(masks.decode_many([region.mask or {} for region in stored]), proposed)
         assert [region.box.tolist() for region in stored] == [
             masks.to_box(mask).tolist() for mask in proposed
@@ -87,7 +89,7 @@ def test_a_second_run_does_nothing(pictures: Path, whole: MaskStore) -> None:
     """What is there is not done again: no shard is added."""
     shards = sorted(whole.directory.glob("*.rows"))
     again = _run("--tables", pictures, "--out", whole.path)
-    assert again.returncode == 0 and "41 of 41 images are in" in again.stdout
+    assert again.returncode == 0 and "41 of 41 results" in again.stdout
     assert sorted(whole.directory.glob("*.rows")) == shards
 
 
@@ -97,9 +99,9 @@ import time
 from fovea.models.detectors import Felzenszwalb
 class Slow:
     key = Felzenszwalb().key
-    def propose(self, image):
+    def rles(self, image):
         time.sleep(0.05)
-        return Felzenszwalb().propose(image)
+        return Felzenszwalb().rles(image)
 """
 
 
@@ -131,7 +133,7 @@ def test_killed_and_run_again_equals_uninterrupted(pictures: Path, whole: MaskSt
     store.refresh()
     assert len(store) == done, "workers go on after their parent was killed"
     rest = _run("--tables", pictures, "--out", tmp_path / "store", "--workers", 2)
-    assert rest.returncode == 0 and f"{done} of 41 images are in" in rest.stdout
+    assert rest.returncode == 0 and f"{done} of 41 results" in rest.stdout
     assert _content(MaskStore.open(tmp_path / "store")) == _content(whole)
 
 
@@ -143,10 +145,11 @@ def test_unreadable_images(pictures: Path, tmp_path: Path) -> None:
             writer.add("images", id=f"i{number}", path=str(name), width=48, height=48)
         writer.finish({"reader": "test"})
     failed = _run("--tables", root, "--out", tmp_path / "store")
-    assert failed.returncode == 2 and "gone.png): no such file; --policy skip" in failed.stderr
+    assert failed.returncode == 2 and "image i1: no such file (1 such images); --policy skip" in failed.stderr
     skipped = _run("--tables", root, "--out", tmp_path / "store", "--policy", "skip")
     assert skipped.returncode == 0 and "1 images unreadable" in skipped.stdout
-    assert MaskStore.open(tmp_path / "store").ids() == ["i0"]
+    store = MaskStore.open(tmp_path / "store")
+    assert [store.image_id(entry) for entry in store.entries()] == ["i0"]
     assert (tmp_path / "store/bad_images.jsonl").read_text() == '{"id": "i1", "reason": "no such file"}\n'
 
 
@@ -178,3 +181,120 @@ def test_detector_arguments_change_the_key(pictures: Path, tmp_path: Path) -> No
         )
         assert result.returncode == 0, result.stderr
     assert MaskStore.keys(tmp_path / "s") == sorted([Felzenszwalb().key, Felzenszwalb((50,), 0.5, 5).key])
+
+
+# Importable by the script through PYTHONPATH: a detector of phrases, quick and without weights.
+_FAKE = """
+import numpy as np
+from fovea.models.detectors import Detection
+class Letters:
+    joint = False
+    def __init__(self, threshold=0.3):
+        self.threshold = threshold
+    @property
+    def key(self):
+        return f"letters-{self.threshold:g}"
+    def detect(self, image, phrases):
+        height, width = image.shape[:2]
+        found = []
+        for phrase in phrases:
+            x = len(phrase) % 7 * width / 14
+            boxes = [[x, 0, x + width / 2, height / 2]] * (len(phrase) % 3)
+            boxes = np.array(boxes, np.float32).reshape(-1, 4)
+            found.append(Detection(boxes, np.full(len(boxes), 0.5, np.float32)))
+        return found
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(pictures: Path) -> Path:
+    """Tables with questions: image i is the gold of question i, and a candidate of the next one."""
+    root = pictures.parent / "asked"
+    (pictures.parent / "fake.py").write_text(_FAKE)
+    things = ["red pig", "blue drum", "old house", "tall tree", "small boat"]
+    with TableWriter(root) as writer:
+        for number in range(12):
+            path = pictures / f"{number}.png"
+            writer.add("images", id=f"i{number}", path=str(path), width=48, height=48, split="a")
+            text = f"what is next to the {things[number % 5]} with the {things[(number + 1) % 5]} ?"
+            candidates = [f"i{number}", f"i{(number + 11) % 12}"]
+            writer.add(
+                "queries", id=f"q{number}", text=text, split="a", gold_image_ids=[f"i{number}"],
+                candidate_image_ids=candidates,
+            )  # fmt: skip
+        writer.finish({"reader": "test"})
+    return root
+
+
+def test_phrases_over_two_ranks(asked: Path, tmp_path: Path) -> None:
+    """Two ranks fill what one would, each image once; then a preview, more prompts, and a check. Another
+    threshold is another store.
+    """
+    sam = ROOT.parent / "shared/data/sam_tiny/sam_tiny.pth"
+    segmenter = ["--segmenter", str(sam)] if sam.is_file() else []
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{asked.parent}"}
+
+    def command(out: str, *more: str) -> list[str]:
+        fixed = ["--tables", str(asked), "--out", str(tmp_path / out), "--detector", "fake.Letters"]
+        return [*COMMAND, *fixed, *segmenter, *more]
+
+    def run(*arguments: str, env: dict[str, str] = environment) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command(*arguments), capture_output=True, text=True, env=env, timeout=120)
+
+    ranks = [
+        subprocess.Popen(
+            command("two"),
+            env=environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    one = run("one", "--preview", "3")
+    assert one.returncode == 0, one.stderr
+    assert "24 results with" in one.stdout and "3 images → " in one.stdout
+    page = (tmp_path / "one/preview.html").read_text()
+    assert "red pig" in page and "blue drum" in page and "letters-0.3" in page
+    for rank in ranks:
+        assert rank.wait(timeout=120) == 0 and "for 6 images" in rank.stdout.read()
+    whole, two = MaskStore.open(tmp_path / "one"), MaskStore.open(tmp_path / "two")
+    assert _content(two) == _content(whole) and len(whole) == 24
+    assert sum(len(shard.read_bytes().splitlines()) for shard in two.directory.glob("*.rows")) == 12
+
+    again = run("one", "--prompts", "candidates")
+    assert "results for 12 images" in again.stdout and "24 of " in again.stdout
+    verified = run("one", "--verify")
+    assert verified.returncode == 0 and "0 faults" in verified.stdout
+    other = run("one", "--set", "threshold=0.5", "--verify")
+    assert (
+        "letters-0.5" not in str(MaskStore.keys(tmp_path / "one")) and "0 results read again" in other.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments,reason",
+    [
+        (["--prompts", "none"], "finds what phrases name"),
+        (["--prompts", "nowhere.jsonl"], "or a JSONL file"),
+        (["--segmenter", "/no/sam.pth"], "/no/sam.pth does not exist"),
+        (["--detector", "Felzenszwalb", "--prompts", "gold"], "Felzenszwalb is asked nothing"),
+        (["--detector", "pathlib.Path"], "neither `detect`.*nor `rles`"),
+    ],
+)
+def test_wrong_prompts(asked: Path, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    """Each ends at once with one line that says what would be right."""
+    import re
+
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{asked.parent}"}
+    command = [
+        *COMMAND,
+        "--tables",
+        str(asked),
+        "--out",
+        str(tmp_path / "s"),
+        "--detector",
+        "fake.Letters",
+        *arguments,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 2 and re.search(reason, result.stderr), result.stderr

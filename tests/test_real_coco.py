@@ -22,7 +22,8 @@ from datamodules.pairs import PairData, PairDataset, _Pictures
 from fovea import bundle, masks
 from fovea.images import ImageReader, ImageTransform
 from fovea.models.encoders import Encoder, open_clip
-from fovea.region_bank import AnnotatedRegions, RegionBank, View
+from fovea.region_bank import RegionBank, View
+from fovea.region_sources import AnnotatedRegions
 from fovea.tables import Tables
 from fovea.types import BoolArray, UInt8Array
 

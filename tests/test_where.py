@@ -10,18 +10,18 @@ import torch
 from PIL import Image
 
 from fovea import masks
+from fovea.digests import Digests
 from fovea.images import ImageReader
 from fovea.mask_store import MaskStore
 from fovea.models.encoders import tiny_clip
-from fovea.region_bank import (
+from fovea.region_bank import RegionBank, RegionEmbeddings, View, partition, region_masks
+from fovea.region_sources import (
     AnnotatedRegions,
-    RegionBank,
-    RegionEmbeddings,
+    GroundedRegions,
+    MissingMasks,
     StoredRegions,
-    View,
     WholeImage,
-    partition,
-    region_masks,
+    open_store,
 )
 from fovea.tables import Tables, TableWriter
 from fovea.types import Region
@@ -239,13 +239,56 @@ def test_cache_of_other_regions_is_refused(encoder, tables, tmp_path):
 
 def test_store_names_all_missing_images_at_once(tables, tmp_path):
     """The error for an unfinished mask store counts what is missing and gives the command."""
+    rows, digests = list(tables.rows("images")), Digests(ImageReader(tables.root))
+    whole = Region("r0", np.array([0, 0, 4, 4], np.float32), masks.encode(np.ones((40, 30), bool)))
     store = MaskStore(tmp_path / "store", "proposals")
-    store.append(
-        "i0", [Region("r0", np.array([0, 0, 4, 4], np.float32), masks.encode(np.ones((40, 30), bool)))]
-    )
-    assert [r.id for r in StoredRegions(store).regions({"id": "i0"})] == ["r0"]
-    with pytest.raises(KeyError, match="2 of 3 images are missing.*precompute_masks.py"):
-        StoredRegions(store, needed=["i0", "i1", "i2"])
+    store.append(digests(rows[0]), {(): [whole]})
+    source = open_store(store, digests)
+    assert isinstance(source, StoredRegions) and [r.id for r in source.regions(rows[0])] == ["r0"]
+    with pytest.raises(MissingMasks, match="2 of 3 images are missing.*precompute_masks.py") as error:
+        source.require((row, ()) for row in rows)
+    assert [image_id for image_id, _ in error.value.pairs] == ["i1", "i2"]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_phrase_is_grounded_in_its_own_region(encoder, tables, tmp_path, joint):
+    """The union of a phrase's boxes is its region, no other phrase's is taken; a phrase that was not found
+    has none, or the whole image under `full_mask`; what was never asked is named.
+    """
+    row = next(iter(tables.rows("images")))
+    digests = Digests(ImageReader(tables.root))
+    height, width = row["height"], row["width"]
+
+    def region(name, label, x0, x1):
+        mask = np.zeros((height, width), bool)
+        mask[:, x0:x1] = True
+        return Region(name, masks.to_box(mask), masks.encode(mask), label=label)
+
+    left, right = [region("r0", "pig", 0, 5), region("r1", "pig", 8, 10)], [region("r0", "drum", 20, 30)]
+    store = MaskStore(tmp_path / "store", "dino+sam")
+    if joint:
+        found = {("pig", "drum", "kite"): left + right}
+    else:
+        found = {("pig",): left, ("drum",): right, ("kite",): []}
+    store.append(digests(row), found)
+    source = open_store(store, digests)
+    assert isinstance(source, GroundedRegions) and source.joint == joint
+    said = ["pig", "drum", "kite", "pig"]
+    made = bank(encoder, tables, source).embed([row], {row["id"]: source.prompts(said)})
+    image = made[row["id"]]
+    areas = {r.label: masks.decode(r.mask).sum() / height for r in image.regions}
+    assert areas == {"pig": 7, "drum": 10}
+    vectors = unit(np.random.default_rng(0).normal(size=(4, image.vectors.shape[1])))
+    names = [[source.name(said, text) for text in said]]
+    for full in (False, True):
+        got = ground_candidates(
+            [vectors], vectors[:1], np.array([0]), [row["id"]], made, names=names, full_mask_if_missing=full
+        )
+        assert got.region.tolist() == [[0, 1, 2 if full else -1, 0]]
+        assert np.isnan(got.similarity[0, 2]) != full
+        np.testing.assert_allclose(got.similarity[0, 1], vectors[1] @ image.vectors[1], rtol=1e-5)
+    with pytest.raises(MissingMasks):
+        bank(encoder, tables, source).embed([row], {row["id"]: source.prompts(["goat"])})
 
 
 def test_whole_image_is_one_region(encoder, tables):

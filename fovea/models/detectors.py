@@ -59,8 +59,8 @@ class Proposer(Protocol):
         """See the class."""
         ...
 
-    def propose(self, image: UInt8Array) -> BoolArray:
-        """Regions of uint8 [H, W, 3] as masks, bool [R, H, W]; R may be 0."""
+    def rles(self, image: UInt8Array) -> list[RLE]:
+        """Regions of uint8 [H, W, 3] as run-length masks; none is a normal result."""
         ...
 
 

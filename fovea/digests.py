@@ -1,0 +1,64 @@
+"""Images rows → digests of their files' bytes, remembered: no corpus is read twice to learn its names.
+
+A digest is remembered for as long as the file's size and time of change stay what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fovea.images import BadImage, ImageReader
+
+
+class Digests:
+    """`ImageReader.digest` with a memory, on disk where a file is named.
+
+    Several processes may share the file: each line is appended in one write and carries a checksum, and a
+    line that was cut short or mixed up is forgotten.
+    """
+
+    def __init__(self, reader: ImageReader, file: str | Path | None = None) -> None:
+        """`file` is made when the first digest is learned."""
+        self.reader = reader
+        self._file = None if file is None else Path(file)
+        self._known: dict[str, str] = {}
+        if self._file is not None and self._file.is_file():
+            for line in self._file.read_bytes().splitlines():
+                if line[:8] == b"%08x" % zlib.crc32(line[9:]):
+                    key, digest = json.loads(line[9:])
+                    self._known[key] = digest
+
+    def __call__(self, row: Mapping[str, Any]) -> str:
+        """The digest of one row's bytes.
+
+        Raises:
+            BadImage: there are no bytes.
+        """
+        path = self.reader.path(row)
+        try:
+            stat = path.stat()
+        except OSError as error:
+            where = f"image {row['id']} ({path})"
+            raise BadImage("no such file", where=where, missing=True) from error
+        parts = (path.absolute(), row.get("offset", -1), row.get("size", -1), stat.st_size, stat.st_mtime_ns)
+        key = "|".join(map(str, parts))
+        if key not in self._known:
+            self._known[key] = digest = self.reader.digest(row)
+            self._remember([key, digest])
+        return self._known[key]
+
+    def _remember(self, pair: list[str]) -> None:
+        if self._file is None:
+            return
+        text = json.dumps(pair).encode()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
+        finally:
+            os.close(descriptor)
