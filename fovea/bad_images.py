@@ -45,9 +45,12 @@ class BadImageLog:
             (image id, reason) of every bad image of the run so far; an empty file says that there was none.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / f".{BAD_IMAGES}.lock", "w") as lock:
+        lock = os.open(self.directory, os.O_RDONLY)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks without a barrier may end together
             return self._merge()
+        finally:
+            os.close(lock)
 
     def _merge(self) -> list[tuple[str, str]]:
         target = self.directory / BAD_IMAGES

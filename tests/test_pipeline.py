@@ -15,6 +15,7 @@ from fovea.index.dense import DenseIndex
 from fovea.models.encoders import Encoder
 from fovea.pipeline import WHOLE, Cascade, whole_question
 from fovea.region_bank import RegionEmbeddings, partition
+from fovea.region_sources import WholeImage
 from fovea.retrieve import Retriever
 from fovea.reweight import Calibration, Calibrations
 from fovea.score_table import BEYOND
@@ -55,7 +56,9 @@ class WrittenRegions:
     def __init__(self, encoder, images):
         self.encoder, self.images, self.key, self.asked = encoder, images, {"written": True}, []
 
-    def embed(self, rows):
+    source = WholeImage()  # asked for nothing by phrase
+
+    def embed(self, rows, asked):
         self.asked += [row["id"] for row in rows]
         return {id_: self.images[id_] for id_ in self.asked}
 
