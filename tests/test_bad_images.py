@@ -106,16 +106,18 @@ def test_region_bank(tables: Tables, tmp_path: Path) -> None:
             np.testing.assert_allclose(embeddings.vectors, [_unit(id_)] * 2, atol=0.01)
 
 
-def test_pairs(tables: Tables) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pairs(tables: Tables, tmp_path: Path, capsys: Any, num_workers: int) -> None:
     """Training batches and galleries pair each remaining picture with its own text and id."""
     import lightning as L
 
-    from datamodules.pairs import PairData, stable_id
+    from datamodules.pair_batches import stable_id
+    from datamodules.pairs import PairData
     from fovea.models.encoders import tiny_clip
     from lightning_modules.alpha_clip import AlphaClip
 
     encoder = tiny_clip(list(COLOURS), image_size=16, embed_dim=8, widths=(4, 8), text_width=8, heads=2)
-    data = PairData(str(tables.root), batch_size=6, bad_images="skip", seed=0)
+    data = PairData(str(tables.root), batch_size=6, bad_images="skip", seed=0, num_workers=num_workers)
     seen: dict[str, Any] = {}
     galleries: list[tuple[int, Any]] = []
 
@@ -137,8 +139,11 @@ def test_pairs(tables: Tables) -> None:
     trainer = L.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
         enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[Look()],
+        default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(AlphaClip(encoder), data)
+    listed = [json.loads(line)["id"] for line in (tmp_path / BAD_IMAGES).read_text().splitlines()]
+    assert listed == ["i3", "i4", "i7"] and "3 bad images were left out" in capsys.readouterr().out
     assert seen.keys() == set(GOOD)
     for name, colour in seen.items():
         np.testing.assert_allclose(colour, COLOURS[name], atol=1)

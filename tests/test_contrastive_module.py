@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from datamodules import world
-from datamodules.pairs import PairData, stable_id
+from datamodules.pair_batches import stable_id
+from datamodules.pairs import PairData
 from fovea.models.encoders import tiny_clip
 from fovea.tables import Tables
 from lightning_modules.alpha_clip import MAX_LOGIT_SCALE, AlphaClip

@@ -18,7 +18,8 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from datamodules.pairs import PairData, PairDataset, _Pictures
+from datamodules.pair_batches import PairDataset, Pictures
+from datamodules.pairs import PairData
 from fovea import bundle, masks
 from fovea.images import ImageReader, ImageTransform
 from fovea.models.encoders import Encoder, open_clip
@@ -228,7 +229,7 @@ def test_training_pairs_show_the_painted_object(turned: Turned, crop: bool) -> N
         background="keep",
     )
     images = {row["id"]: row for row in turned.tables.rows("images")}
-    pairs = PairDataset(data._train_rows(images), _Pictures(data.tables, "fail", False), data, Watching())
+    pairs = PairDataset(data._train_rows(images), Pictures(data.tables, "fail", False), data, Watching())
     batch = pairs.__getitems__(list(range(32)))
     assert batch.num_global == 32 and sorted(batch.names[:32]) == sorted(turned.truth)
     assert batch.alpha is not None and batch.alpha[:32].all()
