@@ -287,10 +287,12 @@ def _found(number: int, text: str, regions: Sequence[Region], weight: float) -> 
     for region in regions:
         left, top, right, bottom = (float(value) for value in region.box)
         boxes.append((left, top, right - left, bottom - top))
-        if region.mask is not None:
-            outlines.append(outline({"rle": region.mask}, text, colour, side=OUTLINE_SIDE))
         for name, value in region.scores.items():
             scores.setdefault(name, []).append(f"{value:.2f}")
+    # The union is the phrase's mask (HuLiRAG); painted one by one, overlaps would hide the picture.
+    rles = [region.mask for region in regions if region.mask is not None]
+    if rles:
+        outlines.append(outline({"rle": masks.union(rles)}, text, colour, side=OUTLINE_SIDE))
     lines = [f"{name} {', '.join(values)}" for name, values in scores.items()]
     return Found(colour, text, weight, lines, outlines, boxes)
 
