@@ -1,6 +1,7 @@
 """Images rows → digests of their files' bytes, remembered: no corpus is read twice to learn its names.
 
-A digest is remembered for as long as the file's size and time of change stay what they were.
+A digest is remembered for as long as the file's size and times of change stay what they were. (The second of the
+times, ctime, also tells a copy that kept the first.)
 """
 
 from __future__ import annotations
@@ -39,25 +40,43 @@ class Digests:
         Raises:
             BadImage: there are no bytes.
         """
-        path = self.reader.path(row)
-        try:
-            stat = path.stat()
-        except OSError as error:
-            where = f"image {row['id']} ({path})"
-            raise BadImage("no such file", where=where, missing=True) from error
-        parts = (path.absolute(), row.get("offset", -1), row.get("size", -1), stat.st_size, stat.st_mtime_ns)
-        key = "|".join(map(str, parts))
+        key = self._key(row)
         if key not in self._known:
             self._known[key] = digest = self.reader.digest(row)
             self._remember([key, digest])
         return self._known[key]
 
+    def known(self, row: Mapping[str, Any]) -> str | None:
+        """The digest if it is remembered; nothing is read.
+
+        Raises:
+            BadImage: there is no file.
+        """
+        return self._known.get(self._key(row))
+
+    def _key(self, row: Mapping[str, Any]) -> str:
+        path = self.reader.path(row)
+        try:
+            stat = path.stat()
+        except FileNotFoundError as error:
+            where = f"image {row['id']} ({path})"
+            raise BadImage("no such file", where=where, missing=True) from error
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror or error}"
+            raise BadImage(reason, where=f"image {row['id']} ({path})") from error
+        part = (row.get("offset", -1), row.get("size", -1))
+        return "|".join(map(str, (path.absolute(), *part, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
+
     def _remember(self, pair: list[str]) -> None:
         if self._file is None:
             return
         text = json.dumps(pair).encode()
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:  # a store that others filled may be read-only here: it is only slower
+            self._file = None
+            return
         try:
             os.write(descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
         finally:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -67,7 +67,8 @@ class MaskStore:
         self._read_up_to: dict[Path, int] = {}
         self._damaged: dict[Path, int] = {}
         self._shard: tuple[int, int] | None = None  # (process id, file descriptor)
-        self._open: dict[Path, int] = {}
+        self._shard_path = self.directory
+        self._open: dict[Path, BinaryIO] = {}
         if (manifest := self.directory / "manifest.json").is_file():
             _check_version(manifest)
         self.refresh()
@@ -88,6 +89,9 @@ class MaskStore:
             ValueError: it does not hold the key, or holds none or several and none is named.
         """
         keys = cls.keys(path)
+        if not keys:
+            command = f"python scripts/precompute_masks.py --tables TABLES --out {path}"
+            raise ValueError(f"{path} holds no mask store; run: {command}")
         if key is None and len(keys) != 1:
             raise ValueError(f"mask store {path} holds {len(keys)} keys, name the one that is meant: {keys}")
         if key is not None and key not in keys:
@@ -152,8 +156,12 @@ class MaskStore:
         text = b"\t".join(json.dumps(part, separators=(",", ":")).encode() for part in (header, body))
         line = b"%08x %s\n" % (zlib.crc32(text), text)
         descriptor = self._descriptor()
-        while line:
-            line = line[os.write(descriptor, line) :]
+        offset, left = os.lseek(descriptor, 0, os.SEEK_END), line
+        while left:
+            left = left[os.write(descriptor, left) :]
+        for position, prompts in enumerate(new):
+            place = _Place(self._shard_path, offset, len(line), position, image_id)
+            self._where[Entry(digest, prompts)] = place
 
     def get(self, entry: Entry) -> list[Region]:
         """The regions of one image and prompt group, in the order they were stored.
@@ -173,7 +181,7 @@ class MaskStore:
                 f"--tables TABLES --out {self.path}"
             )
         place = self._where[entry]
-        line = os.pread(self._reading(place.shard), place.size, place.offset)
+        line = os.pread(self._reading(place.shard).fileno(), place.size, place.offset)
         if not _intact(line):
             raise ValueError(
                 f"{place.shard}: the row of {place.image_id!r} at byte {place.offset} changed while in use"
@@ -203,18 +211,18 @@ class MaskStore:
 
     def close(self) -> None:
         """Close this process's shards; a later `append` opens another."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
         self._open = {}
         if self._shard and self._shard[0] == os.getpid():
             os.close(self._shard[1])
         self._shard = None
 
-    def _reading(self, shard: Path) -> int:
+    def _reading(self, shard: Path) -> BinaryIO:
         if shard not in self._open:
             if len(self._open) >= _MAX_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[shard] = os.open(shard, os.O_RDONLY)
+                self._open.pop(next(iter(self._open))).close()
+            self._open[shard] = open(shard, "rb", buffering=0)  # pread only: forked readers share the place
         return self._open[shard]
 
     def _descriptor(self) -> int:
@@ -224,7 +232,8 @@ class MaskStore:
             self._write_manifest()
             name = f"{time.time_ns():020d}-{os.uname().nodename}-{os.getpid()}.rows"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            self._shard = os.getpid(), os.open(self.directory / name, flags, 0o644)
+            self._shard_path = self.directory / name
+            self._shard = os.getpid(), os.open(self._shard_path, flags, 0o644)
         return self._shard[1]
 
     def _write_manifest(self) -> None:
@@ -265,10 +274,14 @@ def _faults(row: dict[str, Any]) -> Iterator[str]:
     try:
         region = _from_json(row)
         box = region.box
-        if box.shape != (4,) or not np.isfinite(box).all() or (box[2:] < box[:2]).any():
-            yield f"region {region.id}: box {box.tolist()} is no xyxy box"
+        if box.shape != (4,) or not np.isfinite(box).all() or (box[2:] < box[:2]).any() or (box < 0).any():
+            yield f"region {region.id}: box {box.tolist()} is no xyxy box inside the image"
+        elif region.mask is not None:
+            height, width = region.mask["size"]
+            if (box[2:] > (width, height)).any():
+                yield f"region {region.id}: box {box.tolist()} leaves the image of {height}×{width} (H×W)"
         if region.mask is not None:
-            masks.decode(region.mask)
+            masks.decode_many([region.mask])
     except (KeyError, TypeError, ValueError) as error:
         yield f"region {row.get('id')}: {error!r}"
 

@@ -197,6 +197,8 @@ def _require(source: StoredRegions | GroundedRegions, asked: Iterable[tuple[Row,
     source.store.refresh()
     for row, groups in asked:
         total += 1
+        if not groups:
+            continue
         try:
             digest = source.digests(row)
         except BadImage:
