@@ -117,7 +117,9 @@ def ask_phrases(
 def ask_file(
     path: Path, rows: Mapping[str, dict[str, Any]], queries: Iterable[Query], phrases: Phrases, *, joint: bool
 ) -> list[Asked]:
-    """What a JSONL file asks: rows {"image_id", "prompts": [[phrase, …], …]} or {"image_id", "query_id"}.
+    """What a JSONL or parquet file asks: rows of image_id and query_id, or of image_id and prompts.
+
+    `prompts` are lists of phrases, one list a prompt: [["red pig"], ["blue drum"]].
 
     Raises:
         ValueError: a line says nothing that can be asked; file and line are named.
@@ -125,28 +127,42 @@ def ask_file(
     by_id = {query.id: query for query in queries}
     groups: dict[str, dict[Prompts, None]] = {}
     by_query: dict[str, list[str]] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            line = json.loads(text)
-            image_id = line["image_id"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{where}: a JSON object with `image_id` is needed ({error!r})") from error
+    for number, line in enumerate(_lines(path), 1):
+        where = f"{path}, row {number}"
+        if not isinstance(line, dict) or "image_id" not in line:
+            raise ValueError(f"{where}: an object with `image_id` is needed: {str(line)[:100]}")
+        image_id = line["image_id"]
         if image_id not in rows:
             raise ValueError(f"{where}: image {image_id!r} is not among the images of --splits")
-        if "prompts" in line:
+        if line.get("prompts") is not None:
             own = [tuple(map(str, group)) for group in line["prompts"]]
             groups.setdefault(image_id, {}).update(dict.fromkeys(own))
         elif line.get("query_id") in by_id:
             by_query.setdefault(line["query_id"], []).append(image_id)
         else:
-            raise ValueError(f"{where}: `prompts`, or a `query_id` of the tables, is needed: {text[:100]}")
+            raise ValueError(
+                f"{where}: `prompts`, or a `query_id` of the tables, is needed: {str(line)[:99]}"
+            )
     asked = ask_phrases(
         rows, (by_id[id_] for id_ in by_query), lambda query: by_query[query.id], phrases, joint=joint
     )
     for row, own in asked:
         groups.setdefault(row["id"], {}).update(dict.fromkeys(own))
     return [Asked(rows[image_id], tuple(own)) for image_id, own in groups.items()]
+
+
+def _lines(path: Path) -> Iterable[Any]:
+    """Rows of a parquet or JSONL file."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.read_table(path).to_pylist()
+        return
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            yield json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}, row {number}: no JSON ({error})") from error
 
 
 def phrase_texts(spacy_model: str | None = None) -> Phrases:
@@ -164,17 +180,25 @@ def phrase_texts(spacy_model: str | None = None) -> Phrases:
     return texts
 
 
-def todo(asked: Iterable[Asked], store: MaskStore, digests: Digests) -> Todo:
-    """What of `asked` the store lacks."""
+def todo(asked: Iterable[Asked], store: MaskStore, digests: Digests, *, read: bool = True) -> Todo:
+    """What of `asked` the store lacks.
+
+    Args:
+        asked: what shall be known.
+        store: where it is kept.
+        digests: names the images' bytes.
+        read: read the bytes of images whose digest is not remembered; otherwise they count as missing, and
+            whoever looks at them finds out. A large corpus is then read once instead of twice.
+    """
     store.refresh()
     out = Todo([], 0, 0, [])
     for item in asked:
         try:
-            digest = digests(item.row)
+            digest = digests(item.row) if read else digests.known(item.row)
         except BadImage as error:
             out.bad.append((item.row["id"], error.reason))
             continue
-        lacking = sum(Entry(digest, prompts) not in store for prompts in item.prompts)
+        lacking = sum(digest is None or Entry(digest, prompts) not in store for prompts in item.prompts)
         out.num_asked += len(item.prompts)
         out.num_missing += lacking
         if lacking:
@@ -185,12 +209,16 @@ def todo(asked: Iterable[Asked], store: MaskStore, digests: Digests) -> Todo:
 class Filler:
     """Looks at images and stores what it finds; each process has one of its own."""
 
-    def __init__(self, maker: Locator | Proposer, reader: ImageReader, store: MaskStore) -> None:
+    def __init__(
+        self, maker: Locator | Proposer, reader: ImageReader, store: MaskStore, digests: Digests | None = None
+    ) -> None:
+        """`digests` remembers what is learned of the images' bytes."""
         if store.key != maker.key:
             raise ValueError(f"the store's key is {store.key!r}, the maker's {maker.key!r}")
         self.maker = maker
         self.reader = reader
         self.store = store
+        self.digests = digests or Digests(reader)
 
     def __call__(self, item: Asked) -> Done:
         """Look at one image and store all of its missing results at once.
@@ -202,13 +230,15 @@ class Filler:
             BadImage: under the policy `fail`.
         """
         try:
+            digest = self.digests(item.row)
+            lacking = [prompts for prompts in item.prompts if Entry(digest, prompts) not in self.store]
+            if not lacking:  # the same bytes under another id, or their digest was forgotten
+                return Done(item.row["id"])
             image = self.reader.read(item.row)
-            digest = self.reader.digest(item.row)
         except BadImage as error:
             if self.reader.policy == "fail":
                 raise
             return Done(item.row["id"], reason=error.reason)
-        lacking = [prompts for prompts in item.prompts if Entry(digest, prompts) not in self.store]
         found = dict(self._look(image, lacking))
         self.store.append(digest, found, image_id=item.row["id"])
         regions = sum(map(len, found.values()))
@@ -254,7 +284,8 @@ def fill(
     """
     store = MaskStore(path, maker.key) if maker is not None else MaskStore.open(path, key)
     reader = ImageReader(tables.root, policy="skip")
-    lacking = todo(asked, store, Digests(reader, Path(path) / DIGESTS))
+    digests = Digests(reader, Path(path) / DIGESTS)
+    lacking = todo(asked, store, digests)
     if not lacking.asked:
         return
     if maker is None or len(lacking.asked) > max_build:
@@ -266,7 +297,7 @@ def fill(
         )
     from tqdm import tqdm
 
-    filler = Filler(maker, reader, store)
+    filler = Filler(maker, reader, store, digests)
     for item in tqdm(lacking.asked, desc="masks", unit=" images"):
         filler(item)
     store.close()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 BAD_IMAGES = "bad_images.jsonl"
@@ -38,8 +39,11 @@ class BadImageLog:
         with open(self._part[1], "a", encoding="utf-8") as file:
             file.write(bad_line((image_id, reason)))
 
-    def merge(self) -> list[tuple[str, str]]:
+    def merge(self, good: Collection[str] = ()) -> list[tuple[str, str]]:
         """Join the parts, and what an earlier merge wrote, into `bad_images.jsonl`, sorted, each id once.
+
+        Args:
+            good: ids that an earlier run listed and that have been repaired since.
 
         Returns:
             (image id, reason) of every bad image of the run so far; an empty file says that there was none.
@@ -48,11 +52,11 @@ class BadImageLog:
         lock = os.open(self.directory, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks without a barrier may end together
-            return self._merge()
+            return self._merge(good)
         finally:
             os.close(lock)
 
-    def _merge(self) -> list[tuple[str, str]]:
+    def _merge(self, good: Collection[str]) -> list[tuple[str, str]]:
         target = self.directory / BAD_IMAGES
         parts = sorted(self.directory.glob(f"{BAD_IMAGES}.*.part"))
         reasons: dict[str, str] = {}
@@ -63,7 +67,7 @@ class BadImageLog:
                 except ValueError:  # the last line of a process that was killed while it wrote
                     continue
                 reasons.setdefault(row["id"], row["reason"])
-        bad = sorted(reasons.items())
+        bad = sorted(item for item in reasons.items() if item[0] not in good)
         writing = target.with_suffix(".writing")
         writing.write_text("".join(map(bad_line, bad)), encoding="utf-8")
         os.replace(writing, target)

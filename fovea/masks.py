@@ -79,7 +79,9 @@ def decode_many(rles: Sequence[RLE], size: tuple[int, int] | None = None) -> Boo
     ends = []
     for t, runs in enumerate(_run_lengths([rle["counts"] for rle in rles])):
         if runs.min() < 0 or runs.sum() != num_pixels:
-            raise ValueError(f"run lengths of mask {t} add up to {runs.sum()}; {height}×{width} pixels needed")
+            raise ValueError(
+                f"run lengths of mask {t} add up to {runs.sum()}, not to {height}×{width} pixels"
+            )
         end = np.cumsum(runs)
         ends.append(end[end < num_pixels] + t * num_words * 64)
     bit = np.concatenate(ends)

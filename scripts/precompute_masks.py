@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Find the regions of every image and store them.")
-    parser.add_argument("--tables", type=Path, required=True, help="canonical tables")
+    parser.add_argument("--tables", type=Path, help="canonical tables (needed, but for --verify)")
     parser.add_argument("--splits", default="", help="comma-separated; default: all")
     parser.add_argument("--out", type=Path, required=True, help="directory of the mask store")
     parser.add_argument(
@@ -53,12 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--segmenter", help="SAM checkpoint (.pth), or directory or hub name of SAM or SAM 2: boxes → masks"
     )
-    parser.add_argument("--device", default="cpu", help="of the segmenter; the detector's is --set device=…")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="where torch runs; under torchrun or srun `cuda` is each process's own (%(default)s)",
+    )
     parser.add_argument(
         "--prompts",
         help="what a detector is asked: `gold`, each question's phrases in its gold images (default); "
-        "`candidates`, in its candidate images; or a JSONL file of {image_id, query_id} or "
-        "{image_id, prompts}. A proposer is asked nothing (`none`)",
+        "`candidates`, in its candidate images; or a JSONL or parquet file of image_id and query_id "
+        "(or prompts). A proposer is asked nothing (`none`)",
     )
     parser.add_argument("--spacy_model", help="pipeline that splits questions into phrases")
     parser.add_argument(
@@ -70,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         default="fail",
         help="unreadable images: stop, or leave out and list in STORE/bad_images.jsonl (%(default)s)",
     )
-    parser.add_argument("--verify", action="store_true", help="read everything stored again, change nothing")
+    parser.add_argument(
+        "--verify", action="store_true", help="only read everything that --out holds again, under every key"
+    )
     parser.add_argument(
         "--preview", type=int, default=0, metavar="N", help="draw N of the images to STORE/preview.html"
     )
@@ -89,6 +95,10 @@ def _run(options: argparse.Namespace) -> int:
     from fovea.mask_store import MaskStore
     from fovea.tables import Tables
 
+    if options.verify:
+        return _verify(options.out)
+    if options.tables is None:
+        raise ValueError("--tables DIR is needed: canonical tables, as scripts/prepare.py makes them")
     rank, world_size = _ranks()
     tables = Tables(options.tables)
     rows = _rows(tables, [name for name in options.splits.split(",") if name])
@@ -96,11 +106,10 @@ def _run(options: argparse.Namespace) -> int:
     everything = _asked(options, tables, rows, maker)
     asked = everything[rank::world_size]  # before looking at what is there: other ranks are adding to it
     store = MaskStore(options.out, maker.key)
-    if options.verify:
-        return _verify(store)
     log = BadImageLog(options.out)
     reader = ImageReader(options.tables, policy=options.policy, log=log)
-    todo = fill_masks.todo(asked, store, Digests(reader, options.out / fill_masks.DIGESTS))
+    remembered = options.out / fill_masks.DIGESTS
+    todo = fill_masks.todo(asked, store, Digests(reader, remembered), read=False)
     print(
         f"{maker.key}: {todo.num_asked - todo.num_missing:,} of {todo.num_asked:,} results for "
         f"{len(asked):,} images are in {store.directory}; {len(todo.asked):,} images to look at"
@@ -122,27 +131,49 @@ def _run(options: argparse.Namespace) -> int:
     done = [0, 0, 0]
     results = ordered_map(_look, mine, workers=workers, initializer=_start, initargs=(options,))
     name = "images" if world_size == 1 else f"images (rank {rank} of {world_size})"
+    bad = {image_id for image_id, _ in todo.bad}
     for one in tqdm(results, total=len(mine), unit=f" {name}", mininterval=0.5):
         done = [a + b for a, b in zip(done, one[1:4], strict=True)]
+        if one[4]:
+            bad.add(one[0])
     for image_id, reason in todo.bad:
         log.add(image_id, reason)
-    bad = log.merge() if options.out.is_dir() else []
-    left = fill_masks.todo(mine, store, Digests(reader)).num_missing
+    if options.out.is_dir():
+        log.merge(good={item.row["id"] for item in asked} - bad)
+    readable = [item for item in mine if item.row["id"] not in bad]
+    left = fill_masks.todo(readable, store, Digests(reader, remembered)).num_missing
     print(
         f"{done[0]:,} results with {done[1]:,} regions added for {len(mine):,} images ({done[2]:,} without "
         f"any region), {len(bad):,} images unreadable, {left:,} results missing"
     )
     if options.preview and rank == 0:
         _preview(options, everything, maker, store, reader)
-    return 0 if not left or bad else 1
+    return 1 if left else 0
 
 
 def _ranks() -> tuple[int, int]:
     """This process's rank and their number, under torchrun or SLURM; (0, 1) otherwise."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
+            own = os.environ[rank], os.environ[size]
+            if not (own[0].isdecimal() and own[1].isdecimal() and int(own[0]) < int(own[1])):
+                raise ValueError(
+                    f"{rank}={own[0]}, {size}={own[1]}: ranks count from 0 to below their number"
+                )
+            return int(own[0]), int(own[1])
     return 0, 1
+
+
+def _device(name: str) -> str:
+    """This process's own GPU where a launcher started one process a GPU."""
+    local = os.environ.get("LOCAL_RANK") or (
+        os.environ.get("SLURM_LOCALID") if "SLURM_NTASKS" in os.environ else None
+    )
+    if name != "cuda" or local is None:
+        return name
+    import torch  # a launcher may show each process its own GPU only
+
+    return f"cuda:{int(local) % max(1, torch.cuda.device_count())}"
 
 
 def _rows(tables: Any, splits: list[str]) -> dict[str, dict[str, Any]]:
@@ -166,12 +197,13 @@ def _maker(options: argparse.Namespace) -> Any:
     if options.segmenter:
         from fovea.models.segmenters import load
 
-        segmenter = load(options.segmenter, options.device)
-    return make(_detector(options.detector, options.set), segmenter)
+        segmenter = load(options.segmenter, _device(options.device))
+    return make(_detector(options.detector, options.set, options.device), segmenter)
 
 
-def _detector(name: str, settings: list[str]) -> Any:
+def _detector(name: str, settings: list[str], device: str) -> Any:
     import importlib
+    import inspect
 
     import yaml
 
@@ -189,6 +221,8 @@ def _detector(name: str, settings: list[str]) -> Any:
             raise ValueError(f"--set {text}: NAME=VALUE")
         parsed = yaml.safe_load(value)
         arguments[key] = tuple(parsed) if isinstance(parsed, list) else parsed
+    if "device" in inspect.signature(kind).parameters:
+        arguments.setdefault("device", _device(device))
     try:
         return kind(**arguments)
     except TypeError as error:
@@ -229,14 +263,22 @@ def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker
     return asked
 
 
-def _verify(store: Any) -> int:
-    """Print every fault of the store."""
-    faults = 0
-    for fault in store.verify():
-        faults += 1
-        print(f"PROBLEM: {fault}")
-    print(f"{store.directory}: {len(store):,} results read again, {faults:,} faults")
-    return 1 if faults else 0
+def _verify(path: Path) -> int:
+    """Print every fault of the stores in a directory."""
+    from fovea.mask_store import MaskStore
+
+    keys = MaskStore.keys(path)
+    if not keys:
+        raise ValueError(f"--out {path} holds no mask store: there is nothing to verify")
+    total = 0
+    for key in keys:
+        store, faults = MaskStore(path, key), 0
+        for fault in store.verify():
+            faults += 1
+            print(f"PROBLEM: {fault}")
+        print(f"{key}: {len(store):,} results in {store.directory} read again, {faults:,} faults")
+        total += faults
+    return 1 if total else 0
 
 
 def _preview(options: argparse.Namespace, asked: Sequence[Any], maker: Any, store: Any, reader: Any) -> None:
@@ -295,14 +337,16 @@ def _preview(options: argparse.Namespace, asked: Sequence[Any], maker: Any, stor
 def _start(options: argparse.Namespace) -> None:
     """What one process needs: its models, its reader and its own shard of the store."""
     global _filler
-    from datamodules.fill_masks import Filler
+    from datamodules.fill_masks import DIGESTS, Filler
     from fovea.bad_images import BadImageLog
+    from fovea.digests import Digests
     from fovea.images import ImageReader
     from fovea.mask_store import MaskStore
 
     maker = _maker(options)
     reader = ImageReader(options.tables, policy=options.policy, log=BadImageLog(options.out))
-    _filler = Filler(maker, reader, MaskStore(options.out, maker.key))
+    digests = Digests(reader, options.out / DIGESTS)
+    _filler = Filler(maker, reader, MaskStore(options.out, maker.key), digests)
 
 
 def _look(item: Any) -> tuple[Any, ...]:
