@@ -1,7 +1,7 @@
 """Images rows → digests of their files' bytes, remembered: no corpus is read twice to learn its names.
 
-A digest is remembered for as long as the file's size and times of change stay what they were; mtime alone would
-miss a file that was replaced with its time kept, so ctime counts too.
+A digest is remembered for as long as the file's size and times of change stay what they were; mtime alone
+would miss a file that was replaced with its time kept, so ctime counts too.
 """
 
 from __future__ import annotations

@@ -33,13 +33,17 @@ class MissingMasks(KeyError):
     """
 
     def __init__(self, store: MaskStore, pairs: Sequence[tuple[str, Sequence[Prompts]]], total: int) -> None:
-        self.store, self.pairs = store, list(pairs)
+        self.store, self.pairs, self.total = store, list(pairs), total
         example = ", ".join(image_id for image_id, _ in self.pairs[:5])
         super().__init__(
             f"masks for {len(self.pairs):,} of {total:,} images are missing in {store.path} "
             f"(key {store.key}), e.g. {example}; run: python scripts/precompute_masks.py --tables TABLES "
             f"--out {store.path}"
         )
+
+    def joined(self, other: MissingMasks) -> MissingMasks:
+        """Both as one; an image may stand in it twice, with other prompts."""
+        return MissingMasks(self.store, self.pairs + other.pairs, self.total + other.total)
 
 
 class RegionSource(Protocol):

@@ -221,6 +221,7 @@ def look_at(
     manifest = {"encoder": settings.coarse, "fingerprint": bundle.fingerprint(coarse)}
     manifest["corpus"] = settings.corpus
     what = whole_question if settings.what == "none" else Phraser(settings.spacy_model).batch
+    lacking: MissingMasks | None = None
     for split, found in corpora.items():
         with clock(seconds, "embed images"):
             ids, vectors = embed_images(coarse, found.rows, reader, batch_size=settings.batch_size)
@@ -248,14 +249,17 @@ def look_at(
         with clock(seconds, "retrieve and rerank"):
             try:
                 look = cascade.look(queries)
-            except MissingMasks as missing:
-                raise ValueError(write_missing(missing, settings)) from missing
+            except MissingMasks as missing:  # the other galleries' as well: one run fills them all
+                lacking = missing if lacking is None else lacking.joined(missing)
+                continue
             evidence = cascade.evidence(queries, look)
         seconds["of which embedding regions"] = where.seconds
         golds = {id_ for query in queries for id_ in query.gold_image_ids}
         yield Gallery(
             split, queries, look, evidence, len(ids), len(golds - there), len(found.rows) - len(ids)
         )
+    if lacking is not None:
+        raise ValueError(write_missing(lacking, settings)) from lacking
     bad = log.merge()
     if bad:
         print(f"{len(bad):,} images are unreadable and were left out: {settings.out}/bad_images.jsonl")
