@@ -6,7 +6,9 @@ Shared by `scripts/precompute_masks.py` (any number of processes and ranks) and 
 
 from __future__ import annotations
 
+import inspect
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +92,22 @@ def make(detector: Detector | Proposer, segmenter: Segmenter | None = None) -> L
     if segmenter is not None:
         raise ValueError(f"{type(detector).__name__} proposes masks by itself; leave the segmenter out")
     return detector
+
+
+def made_by(maker: Locator | Proposer) -> str:
+    """The options of scripts/precompute_masks.py that make the same maker, read off its attributes."""
+    detector: Any = maker.detector if isinstance(maker, Locator) else maker
+    kind = type(detector)
+    options = ["--detector", f"{kind.__module__}.{kind.__qualname__}"]
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = getattr(detector, name, parameter.default)
+        if name != "device" and value != parameter.default:
+            shown = str(value) if isinstance(value, str | Path) else json.dumps(value)
+            options += ["--set", f"{name}={shown}"]
+    segmenter = maker.segmenter if isinstance(maker, Locator) else None
+    if segmenter is not None:
+        options += ["--segmenter", str(getattr(segmenter, "checkpoint", "CHECKPOINT"))]
+    return shlex.join(options)
 
 
 def ask_nothing(rows: Iterable[dict[str, Any]]) -> list[Asked]:
@@ -266,7 +284,7 @@ def fill(
     *,
     key: str | None,
     max_build: int,
-    command: str,
+    splits: str,
 ) -> None:
     """Fill what is missing when it is little; otherwise say how to.
 
@@ -277,12 +295,12 @@ def fill(
         maker: finds regions; None: nothing may be missing.
         key: of the store when there is no maker.
         max_build: most images to look at here, in one process.
-        command: printed when more are missing.
+        splits: of the questions, for the command that is printed when more are missing.
 
     Raises:
         ValueError: more than `max_build` images are missing, or there is no maker.
     """
-    store = MaskStore(path, maker.key) if maker is not None else MaskStore.open(path, key)
+    store = MaskStore.open(path, key) if maker is None else MaskStore(path, maker.key, made_by(maker))
     reader = ImageReader(tables.root, policy="skip")
     digests = Digests(reader, Path(path) / DIGESTS)
     lacking = todo(asked, store, digests)
@@ -293,7 +311,7 @@ def fill(
         limit = "" if maker is None else f", more than data.max_build={max_build}"
         raise ValueError(
             f"masks for {len(lacking.asked):,} of {len(asked):,} images are missing in {path} "
-            f"(key {store.key}; e.g. {example}){limit}; run: {command}"
+            f"(key {store.key}; e.g. {example}){limit}; run: {store.command(tables.root)} --splits {splits}"
         )
     from tqdm import tqdm
 

@@ -162,8 +162,7 @@ class PairData(L.LightningDataModule):
             self.locator,
             key=self.masks_key,
             max_build=self.max_build,
-            command=f"python scripts/precompute_masks.py --tables {self.tables.root} --splits "
-            f"{self.train_split} --out {self.masks} --detector … --segmenter …",
+            splits=self.train_split,
         )
 
     def _asked(self) -> list[fill_masks.Asked]:

@@ -54,14 +54,16 @@ class MaskStore:
     Args:
         path: directory of the store; it need not exist before the first `append`.
         key: what made the regions. Two stores with the same key hold the same regions.
+        made_by: options of scripts/precompute_masks.py that add to it; kept in the manifest for messages.
 
     Raises:
         ValueError: the folder of this key was written by another version of the format.
     """
 
-    def __init__(self, path: str | Path, key: str) -> None:
+    def __init__(self, path: str | Path, key: str, made_by: str = "") -> None:
         self.path = Path(path)
         self.key = key
+        self.made_by = made_by
         self.directory = self.path / sha256(key.encode()).hexdigest()[:16]
         self._where: dict[Entry, _Place] = {}
         self._read_up_to: dict[Path, int] = {}
@@ -70,7 +72,7 @@ class MaskStore:
         self._shard_path = self.directory
         self._open: dict[Path, BinaryIO] = {}
         if (manifest := self.directory / "manifest.json").is_file():
-            _check_version(manifest)
+            self.made_by = _check_version(manifest).get("made_by") or made_by
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,6 +135,11 @@ class MaskStore:
                     self._damaged[shard] = self._damaged.get(shard, 0) + 1
                 self._read_up_to[shard] = end
 
+    def command(self, tables: str | Path = "TABLES") -> str:
+        """The command that adds to this store."""
+        made_by = self.made_by or "--detector … --segmenter …"
+        return f"python scripts/precompute_masks.py --tables {tables} --out {self.path} {made_by}"
+
     def missing(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those of `entries` that have no row yet, in order, each once."""
         self.refresh()
@@ -177,8 +184,7 @@ class MaskStore:
             asked = f" and {list(entry.prompts)}" if entry.prompts else ""
             raise KeyError(
                 f"no masks for the image {entry.digest!r}{asked} in {self.path} under key {self.key!r} "
-                f"({len(self)} results stored{hint}); run: python scripts/precompute_masks.py "
-                f"--tables TABLES --out {self.path}"
+                f"({len(self)} results stored{hint}); run: {self.command()}"
             )
         place = self._where[entry]
         line = os.pread(self._reading(place.shard).fileno(), place.size, place.offset)
@@ -240,7 +246,8 @@ class MaskStore:
         manifest = self.directory / "manifest.json"
         if not manifest.exists():
             half = manifest.with_name(f".manifest-{os.uname().nodename}-{os.getpid()}")
-            half.write_text(json.dumps({"version": VERSION, "key": self.key}, indent=1) + "\n")
+            content = {"version": VERSION, "key": self.key, "made_by": self.made_by}
+            half.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
             half.replace(manifest)
 
 

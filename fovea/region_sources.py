@@ -37,8 +37,7 @@ class MissingMasks(KeyError):
         example = ", ".join(image_id for image_id, _ in self.pairs[:5])
         super().__init__(
             f"masks for {len(self.pairs):,} of {total:,} images are missing in {store.path} "
-            f"(key {store.key}), e.g. {example}; run: python scripts/precompute_masks.py --tables TABLES "
-            f"--out {store.path}"
+            f"(key {store.key}), e.g. {example}; run: {store.command()}"
         )
 
     def joined(self, other: MissingMasks) -> MissingMasks:

@@ -307,9 +307,8 @@ def write_missing(missing: MissingMasks, settings: Settings) -> str:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return (
         f"masks for {len(missing.pairs):,} candidates are missing in {settings.masks} "
-        f"(key {missing.store.key}); they are listed in {path}; run, with what filled it: "
-        f"python scripts/precompute_masks.py --tables {settings.tables} --out {settings.masks} "
-        f"--prompts {path} --detector … --segmenter …"
+        f"(key {missing.store.key}); they are listed in {path}; run: "
+        f"{missing.store.command(settings.tables)} --prompts {path}"
     )
 
 

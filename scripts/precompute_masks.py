@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
     maker = _maker(options)
     everything = _asked(options, tables, rows, maker)
     asked = everything[rank::world_size]  # before looking at what is there: other ranks are adding to it
-    store = MaskStore(options.out, maker.key)
+    store = MaskStore(options.out, maker.key, fill_masks.made_by(maker))
     log = BadImageLog(options.out)
     reader = ImageReader(options.tables, policy=options.policy, log=log)
     remembered = options.out / fill_masks.DIGESTS
@@ -337,7 +337,7 @@ def _preview(options: argparse.Namespace, asked: Sequence[Any], maker: Any, stor
 def _start(options: argparse.Namespace) -> None:
     """What one process needs: its models, its reader and its own shard of the store."""
     global _filler
-    from datamodules.fill_masks import DIGESTS, Filler
+    from datamodules.fill_masks import DIGESTS, Filler, made_by
     from fovea.bad_images import BadImageLog
     from fovea.digests import Digests
     from fovea.images import ImageReader
@@ -346,7 +346,8 @@ def _start(options: argparse.Namespace) -> None:
     maker = _maker(options)
     reader = ImageReader(options.tables, policy=options.policy, log=BadImageLog(options.out))
     digests = Digests(reader, options.out / DIGESTS)
-    _filler = Filler(maker, reader, MaskStore(options.out, maker.key), digests)
+    store = MaskStore(options.out, maker.key, made_by(maker))
+    _filler = Filler(maker, reader, store, digests)
 
 
 def _look(item: Any) -> tuple[Any, ...]:

@@ -320,11 +320,13 @@ def test_regions_of_phrases(place, evaluate, capsys, tmp_path):
     assert len(gold) == 24
     for item in gold:
         filler(item)
-    command = ["scores", *arguments(place, tmp_path / "out", "--masks", tmp_path / "store", splits="one")]
+    command = ["scores", *arguments(place, tmp_path / "out", "--masks", tmp_path / "store")]
     with pytest.raises(SystemExit):
         evaluate.main(command)
     listed = tmp_path / "out" / "missing_masks.jsonl"
     assert f"--prompts {listed}" in capsys.readouterr().err
+    lacking = {json.loads(line)["image_id"][:3] for line in listed.read_text().splitlines()}
+    assert lacking == {"one", "two"}, "one round of filling is enough, however many galleries"
     asked = fill_masks.ask_file(listed, rows, tables.queries(), fill_masks.phrase_texts(), joint=False)
     assert sum(filler(item).num_results for item in asked) > 0
     evaluate.main(command)

@@ -271,7 +271,10 @@ def test_phrases_over_two_ranks(asked: Path, tmp_path: Path) -> None:
     data[-20] ^= 1
     shard.write_bytes(bytes(data))
     verified = subprocess.run(  # no tables, no detector: whatever is there
-        [*COMMAND, "--out", str(tmp_path / "one"), "--verify"], capture_output=True, text=True, env=environment
+        [*COMMAND, "--out", str(tmp_path / "one"), "--verify"],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert verified.returncode == 1 and f"PROBLEM: {shard}" in verified.stdout
     assert "36 results in" in verified.stdout and "22 results in" in verified.stdout

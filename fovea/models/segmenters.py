@@ -85,11 +85,13 @@ class SamSegmenter(ABC):
 
     Attributes:
         key: see `Segmenter`.
+        checkpoint: where the weights came from.
         device: where torch runs it.
     """
 
-    def __init__(self, key: str, device: str) -> None:
+    def __init__(self, key: str, checkpoint: Path, device: str) -> None:
         self.key = key
+        self.checkpoint = checkpoint
         self.device = device
         self._last: tuple[bytes, Any] = (b"", None)
 
@@ -156,7 +158,7 @@ class OfficialSam(SamSegmenter):
         # The file's name is no part of it: the same weights under another name make the same masks.
         with open(checkpoint, "rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-        super().__init__(f"sam-{digest}{heads}-m0.5", device)
+        super().__init__(f"sam-{digest}{heads}-m0.5", checkpoint, device)
 
     @property
     def image_size(self) -> int:
@@ -204,7 +206,7 @@ class TransformersSam(SamSegmenter):
         self.directory = directory
         self.is_sam2 = model_type != "sam"
         kind = "sam2" if self.is_sam2 else "sam"
-        super().__init__(f"{kind}-hf-{fingerprint(model_files(directory))}-m0.5", device)
+        super().__init__(f"{kind}-hf-{fingerprint(model_files(directory))}-m0.5", directory, device)
 
     @cached_property
     def _processor(self) -> Any:
