@@ -253,6 +253,12 @@ def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker
     splits = options.splits.split(",") if options.splits else None
     queries = [query for query in tables.queries() if splits is None or query.split in splits]
     field = "gold_image_ids" if prompts == "gold" else "candidate_image_ids"
+    named = {image_id for query in queries for image_id in getattr(query, field)}
+    if absent := sorted(named - rows.keys()):
+        print(
+            f"{len(absent):,} of {len(named):,} images that the questions name are not in {tables.root}, e.g. "
+            f"{', '.join(absent[:3])}: missing or unreadable when it was made, see bad_images.jsonl there"
+        )
     asked = fill_masks.ask_phrases(
         rows, queries, lambda query: getattr(query, field), texts, joint=maker.joint
     )

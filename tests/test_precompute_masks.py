@@ -222,6 +222,7 @@ def asked(pictures: Path) -> Path:
                 "queries", id=f"q{number}", text=text, split="a", gold_image_ids=[f"i{number}"],
                 candidate_image_ids=candidates,
             )  # fmt: skip
+        writer.add("queries", id="gone", text="where is the pig ?", split="a", gold_image_ids=["never seen"])
         writer.finish({"reader": "test"})
     return root
 
@@ -252,6 +253,7 @@ def test_phrases_over_two_ranks(asked: Path, tmp_path: Path) -> None:
     ]
     one = run("one", "--preview", "3")
     assert one.returncode == 0, one.stderr
+    assert "1 of 13 images that the questions name are not in" in one.stdout and "never seen" in one.stdout
     assert "24 results with" in one.stdout and "3 images → " in one.stdout
     page = (tmp_path / "one/preview.html").read_text()
     assert "red pig" in page and "blue drum" in page and "letters-0.3" in page
