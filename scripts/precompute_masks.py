@@ -256,8 +256,8 @@ def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker
     named = {image_id for query in queries for image_id in getattr(query, field)}
     if absent := sorted(named - rows.keys()):
         print(
-            f"{len(absent):,} of {len(named):,} images that the questions name are not in {tables.root}, e.g. "
-            f"{', '.join(absent[:3])}: missing or unreadable when it was made, see bad_images.jsonl there"
+            f"{len(absent):,} of {len(named):,} images that the questions name are not in {tables.root} "
+            f"(e.g. {', '.join(absent[:3])}): missing or unreadable when it was made, see bad_images.jsonl there"
         )
     asked = fill_masks.ask_phrases(
         rows, queries, lambda query: getattr(query, field), texts, joint=maker.joint
