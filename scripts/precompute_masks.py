@@ -257,7 +257,7 @@ def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker
     if absent := sorted(named - rows.keys()):
         print(
             f"{len(absent):,} of {len(named):,} images that the questions name are not in {tables.root} "
-            f"(e.g. {', '.join(absent[:3])}): missing or unreadable when it was made, see its bad_images.jsonl"
+            f"(e.g. {', '.join(absent[:3])}): missing or unreadable when made; see its bad_images.jsonl"
         )
     asked = fill_masks.ask_phrases(
         rows, queries, lambda query: getattr(query, field), texts, joint=maker.joint
