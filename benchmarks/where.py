@@ -238,7 +238,7 @@ def workers(folder: Path, options: argparse.Namespace) -> Any:
     height, width = image.shape[:2]
     with TableWriter(folder / "tables") as writer:
         for i in range(options.images):
-            image[0, 0] = i  # files of their own
+            image[0, 0] = i % 256, i // 256, 0  # files of their own
             Image.fromarray(image).save(folder / f"{i}.png")
             path = str(folder / f"{i}.png")
             writer.add("images", id=f"i{i}", path=path, width=width, height=height, split="a")

@@ -11,15 +11,17 @@ embedding width, `C` cells of one image (see `RegionEmbeddings`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fovea import masks
 from fovea.models.detectors import Detector
 from fovea.models.segmenters import Segmenter
-from fovea.region_bank import RegionEmbeddings
 from fovea.types import RLE, BoolArray, FloatArray, Region, UInt8Array
+
+if TYPE_CHECKING:  # it needs torch, which filling a mask store with proposals does not
+    from fovea.region_bank import RegionEmbeddings
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
