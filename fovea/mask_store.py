@@ -252,7 +252,12 @@ class MaskStore:
 
 
 def _check_version(manifest: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(manifest.read_text())
+    try:
+        content: dict[str, Any] = json.loads(manifest.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{manifest} is damaged ({error}); delete its folder and run scripts/precompute_masks.py again"
+        ) from error
     if content.get("version") != VERSION:
         raise ValueError(
             f"{manifest.parent}: a mask store of version {content.get('version')}, this code reads "

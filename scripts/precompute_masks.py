@@ -99,6 +99,8 @@ def _run(options: argparse.Namespace) -> int:
         return _verify(options.out)
     if options.tables is None:
         raise ValueError("--tables DIR is needed: canonical tables, as scripts/prepare.py makes them")
+    if options.preview < 0 or (options.workers is not None and options.workers < 1):
+        raise ValueError(f"--preview {options.preview}, --workers {options.workers}: 0 and 1 are the least")
     rank, world_size = _ranks()
     tables = Tables(options.tables)
     rows = _rows(tables, [name for name in options.splits.split(",") if name])
@@ -169,10 +171,15 @@ def _device(name: str) -> str:
     local = os.environ.get("LOCAL_RANK") or (
         os.environ.get("SLURM_LOCALID") if "SLURM_NTASKS" in os.environ else None
     )
+    if not name.startswith("cuda"):
+        return name
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no GPU here; use --device cpu")
     if name != "cuda" or local is None:
         return name
-    import torch  # a launcher may show each process its own GPU only
-
+    # A launcher may show each process its own GPU only.
     return f"cuda:{int(local) % max(1, torch.cuda.device_count())}"
 
 
@@ -250,7 +257,7 @@ def _asked(options: argparse.Namespace, tables: Any, rows: dict[str, Any], maker
         if not path.is_file():
             raise ValueError(f"--prompts {prompts}: one of {', '.join(PROMPTS)}, or a JSONL file")
         return fill_masks.ask_file(path, rows, tables.queries(), texts, joint=maker.joint)
-    splits = options.splits.split(",") if options.splits else None
+    splits = [name for name in options.splits.split(",") if name] or None
     queries = [query for query in tables.queries() if splits is None or query.split in splits]
     field = "gold_image_ids" if prompts == "gold" else "candidate_image_ids"
     named = {image_id for query in queries for image_id in getattr(query, field)}

@@ -206,6 +206,9 @@ def test_an_older_store_is_refused(tmp_path: Path) -> None:
     for look in (lambda: MaskStore(tmp_path, "k"), lambda: MaskStore.open(tmp_path)):
         with pytest.raises(ValueError, match="version 1, this code reads 2; delete it"):
             look()
+    manifest.write_text("{")
+    with pytest.raises(ValueError, match=r"manifest.json is damaged .* delete its folder"):
+        MaskStore.open(tmp_path)
 
 
 def test_a_store_travels_to_other_processes(tmp_path: Path) -> None:

@@ -290,6 +290,8 @@ def test_phrases_over_two_ranks(asked: Path, tmp_path: Path) -> None:
         (["--segmenter", "/no/sam.pth"], "/no/sam.pth does not exist"),
         (["--detector", "Felzenszwalb", "--prompts", "gold"], "Felzenszwalb is asked nothing"),
         (["--detector", "pathlib.Path"], "neither `detect`.*nor `rles`"),
+        (["--workers", "0"], "--workers 0: 0 and 1 are the least"),
+        (["--preview", "-3"], "--preview -3"),
     ],
 )
 def test_wrong_prompts(asked: Path, tmp_path: Path, arguments: list[str], reason: str) -> None:

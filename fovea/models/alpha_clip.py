@@ -96,7 +96,9 @@ def _read_state(path: str | Path) -> dict[str, Tensor]:
             loaded = torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
         except RuntimeError:
             raise ValueError(
-                f"{path} is neither a state dict nor a TorchScript archive ({not_plain})"
+                f"{path} is neither a state dict of tensors nor a TorchScript archive "
+                f"({type(not_plain).__name__}); it may be cut short, or hold Python objects, which are not "
+                "loaded"
             ) from not_plain
     state = loaded.get("state_dict", loaded)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

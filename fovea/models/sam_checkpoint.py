@@ -227,6 +227,8 @@ def _read(checkpoint: Path) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
         size = checkpoint.stat().st_size
         cause = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if isinstance(error, pickle.UnpicklingError):  # torch's own advice is to run what the file says
+            cause = "it is no pickle of tensors alone, and nothing else is loaded"
         raise ValueError(
             f"{checkpoint} ({size:,} bytes) is no readable checkpoint, or cut short: {cause}; fetch it again"
         ) from error
