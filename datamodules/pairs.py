@@ -100,6 +100,18 @@ class PairData(L.LightningDataModule):
         """
         super().__init__()
         self.save_hyperparameters(ignore=["locator"])
+        least = {"batch_size": 1, "texts_per_image": 1, "max_regions": 0, "max_build": 0, "num_workers": 0}
+        problems = [
+            f"data.{name}={self.hparams[name]} must be at least {low}"
+            for name, low in (least | {"margin": 0}).items()
+            if self.hparams[name] < low
+        ]
+        if not 0 <= full_image_rate <= 1:
+            problems.append(f"data.full_image_rate={full_image_rate} must lie in [0, 1]")
+        if not 0 < min_crop <= 1:
+            problems.append(f"data.min_crop={min_crop} must lie in (0, 1]")
+        if problems:
+            raise ValueError("; ".join(problems))
         self.tables = Tables(tables)
         self.train_split, self.val_split = train_split, val_split
         self.val_image_split, self.corpus = val_image_split, corpus
@@ -120,11 +132,8 @@ class PairData(L.LightningDataModule):
         )
         if max_regions and partner == "picture":
             raise ValueError("data.max_regions > 0 pairs regions with phrases; it needs data.partner=text")
-        if texts_per_image < 1 or (texts_per_image > 1 and partner == "picture"):
-            raise ValueError(
-                f"data.texts_per_image={texts_per_image} with data.partner={partner}: at least 1, and 1 for "
-                "pictures"
-            )
+        if texts_per_image > 1 and partner == "picture":
+            raise ValueError(f"data.texts_per_image={texts_per_image} needs data.partner=text")
         self.masks, self.masks_key, self.locator, self.max_build = masks, masks_key, locator, max_build
         if masks is None and (locator is not None or masks_key is not None):
             raise ValueError(

@@ -56,8 +56,22 @@ class AlphaClip(L.LightningModule):
             recall_at: cut-offs k of `val/recall@k` and `test/SPLIT/recall@k`.
         """
         super().__init__()
+        problems = []
         if not recall_at or min(recall_at) < 1:
-            raise ValueError(f"model.recall_at={list(recall_at)}: at least one cut-off, each 1 or more")
+            problems.append(f"model.recall_at={list(recall_at)}: at least one cut-off, each 1 or more")
+        if not lr > 0:
+            problems.append(f"model.lr={lr} must be positive")
+        if not 0 < depth_decay <= 1:
+            problems.append(f"model.depth_decay={depth_decay} must lie in (0, 1]")
+        for name, value in (
+            ("weight_decay", weight_decay),
+            ("warmup_steps", warmup_steps),
+            ("region_weight", region_weight),
+        ):
+            if not value >= 0:
+                problems.append(f"model.{name}={value} must be at least 0")
+        if problems:
+            raise ValueError("; ".join(problems))
         self.save_hyperparameters(ignore=["encoder"])
         self.encoder = encoder.train()
         if freeze_text:

@@ -293,8 +293,14 @@ def check(settings: Settings, tables: Tables, splits: Sequence[str]) -> None:
             f"--masks {settings.masks}: neither `annotated` nor a mask store; fill one with: "
             f"python scripts/precompute_masks.py --tables {settings.tables} --out {settings.masks}"
         )
-    if settings.top_k < 1:
-        problems.append(f"--top_k {settings.top_k}: at least 1")
+    for name in ("top_k", "batch_size"):
+        if getattr(settings, name) < 1:
+            problems.append(f"--{name} {getattr(settings, name)}: at least 1")
+    if settings.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            problems.append(f"--device {settings.device}: torch sees no GPU here; use --device cpu")
     if problems:
         raise ValueError("; ".join(problems))
 

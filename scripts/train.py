@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -82,6 +83,12 @@ class Cli(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """What DataModules and modules refuse before the first batch is a mistake of the config as well."""
+        path = self.config[subcommand].get("ckpt_path")
+        if path and Path(path).is_file() and not zipfile.is_zipfile(path):
+            self.parser.error(
+                f"--ckpt_path {path} ({Path(path).stat().st_size:,} bytes) is no checkpoint: it was cut "
+                "short, or something else wrote it; resume from an older one of the run's checkpoints"
+            )
         try:
             super()._run_subcommand(subcommand)
         except MISTAKES as error:

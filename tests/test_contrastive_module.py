@@ -317,7 +317,10 @@ def test_non_finite_loss_names_step_and_rows(tables: Path) -> None:
         ({"train_split": "trian"}, "trian.*no such split"),
         ({"batch_size": 10_000}, "batch_size=10000 is more than"),
         ({"partner": "picture", "max_regions": 1}, "needs data.partner=text"),
-        ({"partner": "picture", "texts_per_image": 2}, "texts_per_image=2 with data.partner=picture"),
+        ({"partner": "picture", "texts_per_image": 2}, "texts_per_image=2 needs data.partner=text"),
+        ({"batch_size": 0, "max_regions": -1}, "data.batch_size=0 must be.*data.max_regions=-1 must be"),
+        ({"full_image_rate": 7}, "full_image_rate=7 must lie in"),
+        ({"lr": -1.0}, "model.lr=-1.0 must be positive"),
     ],
 )
 def test_impossible_settings_are_named(tables: Path, options: dict[str, Any], message: str) -> None:

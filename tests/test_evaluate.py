@@ -262,12 +262,13 @@ def test_everything_wrong_is_named_at_once(place, evaluate, capsys, tmp_path):
     with pytest.raises(SystemExit) as failure:
         evaluate.main(
             ["retrieval", "--tables", str(place / "tables"), "--splits", "one,three",
-             "--coarse", "/no/bundle", "--masks", "/no/store", "--out", str(tmp_path)]
+             "--coarse", "/no/bundle", "--masks", "/no/store", "--out", str(tmp_path), "--batch_size", "0"]
         )  # fmt: skip
     assert failure.value.code == 2
     message = capsys.readouterr().err
     for part in (
         "/no/bundle",
+        "--batch_size 0: at least 1",
         "export.py",
         "'three'",
         "there are ['one', 'two']",

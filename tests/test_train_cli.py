@@ -198,7 +198,7 @@ def test_validate_test_and_resume(config: Path, tmp_path: Path, capsys: pytest.C
     """From a checkpoint: `validate` gives the gallery's recall, `test` that of each of its splits.
 
     `test` writes results.json and leaves the training's config.yaml alone; recall grows with k. A longer fit
-    goes on from the checkpoint's step. `predict` says where predictions come from.
+    goes on from the checkpoint's step. `predict` says where predictions come from. A torn checkpoint is named.
     """
     cli = run("fit", config, tmp_path, "--model.recall_at=[1, 3]")
     trained = (tmp_path / "config.yaml").read_text()
@@ -217,6 +217,10 @@ def test_validate_test_and_resume(config: Path, tmp_path: Path, capsys: pytest.C
     cli = run("fit", config, tmp_path / "longer", ckpt, "--trainer.max_steps=4", "--trainer.max_epochs=2")
     assert cli.trainer.global_step == 4
     assert "build_index.py" in refusal(capsys, "predict", "-c", str(config))
+    torn = tmp_path / "torn.ckpt"
+    torn.write_bytes(Path(ckpt.partition("=")[2]).read_bytes()[:5000])
+    message = refusal(capsys, "fit", "-c", str(config), f"--ckpt_path={torn}")
+    assert f"--ckpt_path {torn} (5,000 bytes) is no checkpoint: it was cut short" in message
 
 
 def test_every_test_gallery_has_its_own_images(config: Path, tmp_path: Path) -> None:

@@ -101,7 +101,12 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
             f"{run_dir} lacks {' and '.join(missing)}; make them with: "
             f"python scripts/evaluate.py retrieval … --out {run_dir}"
         )
-    results: dict[str, Any] = json.loads((run_dir / "results.json").read_text())
+    try:
+        results: dict[str, Any] = json.loads((run_dir / "results.json").read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{run_dir}/results.json is damaged ({error}); run scripts/evaluate.py retrieval again"
+        ) from error
     everything = queries.read(run_dir / "queries.jsonl")
     rows = [row for row in everything if row["gold_image_ids"]]
     source = Path(tables or results["settings"]["tables"])
