@@ -66,6 +66,17 @@ class Cli(LightningCLI):
             compute_fn=lambda path: path or ".",
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Lightning opens a checkpoint right after this; torch's own error would not name the file."""
+        super().parse_arguments(parser, args)
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if path and Path(path).is_file() and not zipfile.is_zipfile(path):
+            self.parser.error(
+                f"--ckpt_path {path} ({Path(path).stat().st_size:,} bytes) is no checkpoint: it was cut "
+                "short, or something else wrote it; resume from an older one of the run's checkpoints"
+            )
+
     def instantiate_classes(self) -> None:
         """Constructors refuse what cannot work: a missing path, an impossible combination."""
         try:
@@ -83,12 +94,6 @@ class Cli(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """What DataModules and modules refuse before the first batch is a mistake of the config as well."""
-        path = self.config[subcommand].get("ckpt_path")
-        if path and Path(path).is_file() and not zipfile.is_zipfile(path):
-            self.parser.error(
-                f"--ckpt_path {path} ({Path(path).stat().st_size:,} bytes) is no checkpoint: it was cut "
-                "short, or something else wrote it; resume from an older one of the run's checkpoints"
-            )
         try:
             super()._run_subcommand(subcommand)
         except MISTAKES as error:

@@ -198,7 +198,7 @@ def test_validate_test_and_resume(config: Path, tmp_path: Path, capsys: pytest.C
     """From a checkpoint: `validate` gives the gallery's recall, `test` that of each of its splits.
 
     `test` writes results.json and leaves the training's config.yaml alone; recall grows with k. A longer fit
-    goes on from the checkpoint's step. `predict` says where predictions come from. A torn checkpoint is named.
+    goes on from the checkpoint's step. `predict` says where predictions come from. A torn file is named.
     """
     cli = run("fit", config, tmp_path, "--model.recall_at=[1, 3]")
     trained = (tmp_path / "config.yaml").read_text()
