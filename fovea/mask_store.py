@@ -164,8 +164,13 @@ class MaskStore:
         line = b"%08x %s\n" % (zlib.crc32(text), text)
         descriptor = self._descriptor()
         offset, left = os.lseek(descriptor, 0, os.SEEK_END), line
-        while left:
-            left = left[os.write(descriptor, left) :]
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except (
+            OSError
+        ) as error:  # a full disk as a rule; what is stored stays, and this row counts as missing
+            raise OSError(error.errno, error.strerror, str(self._shard_path)) from error
         for position, prompts in enumerate(new):
             place = _Place(self._shard_path, offset, len(line), position, image_id)
             self._where[Entry(digest, prompts)] = place
