@@ -1,0 +1,9 @@
+"""The encoders of HuLiRAG's Table 1, each by name in a config: `fovea.models.encoders.NAME`.
+
+A file here is a family; its factory is listed below, and its arguments are the config.
+"""
+
+from fovea.models.encoders.base import Encoder, embed_dtype
+from fovea.models.encoders.clip import ClipEncoder, open_clip, open_clip_from_config, tiny_clip
+
+__all__ = ["ClipEncoder", "Encoder", "embed_dtype", "open_clip", "open_clip_from_config", "tiny_clip"]
