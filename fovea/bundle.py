@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -41,6 +42,45 @@ def build(spec: Mapping[str, Any]) -> Any:
     if not module.startswith("fovea."):
         raise ValueError(f"bundle: class_path {spec['class_path']} is not of this package; refused")
     return getattr(importlib.import_module(module), name)(**spec["init_args"])
+
+
+def open_encoder(source: str | Path) -> Encoder:
+    """Any encoder by what a config or a command line names, in evaluation mode.
+
+    Args:
+        source: directory of a bundle, or a YAML file `class_path: …, init_args: {…}` as training configs have
+            it under `model.encoder` (`configs/hulirag/encoders/` has those of Table 1). A class of another
+            package is allowed here: the file is the user's own, unlike a bundle, which may be downloaded.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: the file names no class, one that is not there, or arguments that it does not take.
+        TypeError: what it names is no encoder.
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        return load_encoder(path)
+    import yaml
+
+    if not path.is_file():
+        raise FileNotFoundError(f"no encoder config at {path}")
+    spec = yaml.safe_load(path.read_text())
+    if not isinstance(spec, dict) or "class_path" not in spec or set(spec) - {"class_path", "init_args"}:
+        raise ValueError(f"{path}: needs the keys class_path and init_args, and no other")
+    module, _, name = str(spec["class_path"]).rpartition(".")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: class_path {spec['class_path']} cannot be imported ({error})") from error
+    arguments = spec.get("init_args") or {}
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{path}: {spec['class_path']}: {error}") from error
+    encoder = factory(**arguments)
+    if not isinstance(encoder, Encoder):
+        raise TypeError(f"{path}: {spec['class_path']} makes a {type(encoder).__name__}, not an Encoder")
+    return encoder.eval()
 
 
 def save_encoder(encoder: Encoder, path: str | Path, *, provenance: dict[str, Any] | None = None) -> Path:

@@ -120,3 +120,33 @@ def test_fingerprint_sees_every_bit() -> None:
     for other in ({**state, "a": torch.tensor([0, 0, 1e-30])}, {"c": state["a"], "b": state["b"]}):
         assert bundle.fingerprint(other) != same
     assert bundle.fingerprint({**state, "a": state["a"].double()}) != same
+
+
+def test_opens_a_bundle_or_a_config(tmp_path: Path) -> None:
+    encoder = tiny_clip(["red", "pig"], image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
+    bundle.save_encoder(encoder, tmp_path / "bundle")
+    assert bundle.fingerprint(bundle.open_encoder(tmp_path / "bundle")) == bundle.fingerprint(encoder)
+    config = tmp_path / "encoder.yaml"
+    config.write_text(
+        "class_path: fovea.models.encoders.tiny_clip\ninit_args: {vocabulary: [red, pig], image_size: 32}\n"
+    )
+    opened = bundle.open_encoder(config)
+    assert opened.transform.size == 32 and not opened.training
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "needs the keys class_path"),
+        ("class_path: fovea.models.encoders.tiny_clip\nargs: {}", "no other"),
+        ("class_path: fovea.models.encoders.nothing", "cannot be imported"),
+        ("class_path: tiny_clip", "cannot be imported"),
+        ("class_path: fovea.models.encoders.tiny_clip\ninit_args: {vocab: []}", "vocab"),
+    ],
+)
+def test_a_wrong_encoder_config_names_the_fault(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "e.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        bundle.open_encoder(tmp_path / "e.yaml")
+    with pytest.raises(FileNotFoundError, match="no encoder config"):
+        bundle.open_encoder(tmp_path / "absent.yaml")
