@@ -74,6 +74,8 @@ class Cascade:
             raise ValueError(
                 f"fusion `{fusion}` needs a calibration; give one, or choose a static fusion such as `add`"
             )
+        if missing_phrase == "full_mask" and not where.whole:
+            raise ValueError("missing_phrase `full_mask` needs a RegionBank with whole=True")
         self.retriever = retriever
         self.what = what
         self.where = where

@@ -212,6 +212,7 @@ def look_at(
         source,
         reader,
         view=View(settings.background, settings.crop, settings.margin, settings.fill),
+        whole=settings.missing_phrase == "full_mask",
         cache=settings.cache or Path(settings.out) / "regions",
         fingerprint=bundle.fingerprint(local),
         tables_key=hashlib.sha256((tables.root / "manifest.json").read_bytes()).hexdigest(),
