@@ -14,11 +14,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fovea import losses
 from fovea.batches import PairBatch, RetrievalBatch
-from fovea.models.encoders import Encoder
+from fovea.models.encoders import Encoder, embed_dtype
 from lightning_modules.gather import gather_rows
 from lightning_modules.optim import DepthOrder, check_groups, cosine_with_warmup, encoder_groups
 
@@ -40,6 +41,7 @@ class AlphaClip(L.LightningModule):
         region_weight: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.98),
         recall_at: tuple[int, ...] = (1, 5, 20),
+        chunk_size: int | None = None,
     ) -> None:
         """Constructor arguments are the config.
 
@@ -54,6 +56,9 @@ class AlphaClip(L.LightningModule):
             region_weight: weight of the regional term of eq. 6 (1 in the paper).
             betas: AdamW's, CLIP's values.
             recall_at: cut-offs k of `val/recall@k` and `test/SPLIT/recall@k`.
+            chunk_size: rows whose activations are held at once (GradCache): the towers run chunk by chunk,
+                and again in the backward pass, for the gradient of the whole batch in the memory of a chunk
+                and about a third more time. None holds the whole batch.
         """
         super().__init__()
         problems = []
@@ -61,6 +66,8 @@ class AlphaClip(L.LightningModule):
             problems.append(f"model.recall_at={list(recall_at)}: at least one cut-off, each 1 or more")
         if not lr > 0:
             problems.append(f"model.lr={lr} must be positive")
+        if chunk_size is not None and chunk_size < 1:
+            problems.append(f"model.chunk_size={chunk_size} must be at least 1, or null")
         if not 0 < depth_decay <= 1:
             problems.append(f"model.depth_decay={depth_decay} must lie in (0, 1]")
         for name, value in (
@@ -88,13 +95,46 @@ class AlphaClip(L.LightningModule):
                 "negatives to InfoNCE; use a larger data.batch_size (or more ranks) and leave it at 1"
             )
 
+        if self.hparams["chunk_size"] is not None:
+            normed = [
+                name
+                for name, module in self.encoder.named_modules()
+                if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            ]
+            if normed:
+                raise ValueError(
+                    f"model.chunk_size={self.hparams['chunk_size']}: {normed[0]} is a batch norm, whose "
+                    "statistics would be those of a chunk; train this encoder with chunk_size: null"
+                )
+
     def embed(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
-        """Rows of a batch, pictures or texts → [n, D]."""
+        """Rows of a batch, pictures or texts → [n, D].
+
+        With a `chunk_size` this is GradCache (Gao et al. 2021) by checkpointing: only the inputs and the
+        embeddings are kept, and autograd runs a chunk again when its gradient is there. There is one backward
+        pass, so that autocast, loss scaling and DDP need to know nothing of it.
+        """
+        inputs = (pixels, alpha, tokens)
+        chunk_size, num_rows = (
+            self.hparams["chunk_size"],
+            next(len(rows) for rows in inputs if rows is not None),
+        )
+        if chunk_size is None or num_rows <= chunk_size or not torch.is_grad_enabled():
+            return self._tower(*inputs)
+        chunks = zip(
+            *([None] * num_rows if rows is None else rows.split(chunk_size) for rows in inputs), strict=False
+        )
+        return torch.cat([checkpoint(self._tower, *chunk, use_reentrant=False) for chunk in chunks])
+
+    def _tower(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
         if pixels is None:
             assert tokens is not None
             return self.encoder.encode_text(tokens)
         mask = None if alpha is None else alpha[:, None].float()
-        return self.encoder.encode_image(self.encoder.transform.normalise(pixels), mask)
+        shown = self.encoder.transform.normalise(pixels).to(
+            embed_dtype(self.encoder)
+        )  # bf16-true has no cast
+        return self.encoder.encode_image(shown, mask)
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """The whole batch's global and regional terms of eq. 6, as this rank's share times the number of
