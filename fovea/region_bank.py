@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from fovea import masks
 from fovea.images import ImageReader
-from fovea.models.encoders import Encoder
+from fovea.models.encoders import Encoder, embed_dtype
 from fovea.region_sources import Prompts, RegionSource
 from fovea.types import BoolArray, FloatArray, Region, UInt8Array
 
@@ -175,7 +175,7 @@ def _encode(
 ) -> Iterator[tuple[str, FloatArray, BoolArray, Float64Array]]:
     import torch
 
-    device = encoder.logit_scale.device
+    device, dtype = encoder.logit_scale.device, embed_dtype(encoder)
     pixels = np.concatenate([item.pixels for item in work])
     alpha = np.concatenate([item.alpha for item in work])
     parts = [np.zeros((0, encoder.embed_dim), np.float32)]
@@ -183,8 +183,8 @@ def _encode(
         for start in range(0, len(pixels), batch_size):
             shown = encoder.transform.normalise(
                 torch.from_numpy(pixels[start : start + batch_size]).to(device)
-            )
-            where = torch.from_numpy(alpha[start : start + batch_size]).to(device).float()
+            ).to(dtype)
+            where = torch.from_numpy(alpha[start : start + batch_size]).to(device, dtype)
             parts.append(encoder.encode_image(shown, where).float().cpu().numpy())
     vectors = np.concatenate(parts)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -262,14 +262,21 @@ class RegionBank:
             self.key["whole"] = False
         self._memory: dict[str, RegionEmbeddings] = {}
         self._stored: dict[str, tuple[pa.RecordBatch, int]] = {}
+        self._opened: set[Path] = set()
         self._directory: Path | None = None
         if cache is not None:
             text = json.dumps(self.key, indent=1, sort_keys=True)
             self._directory = Path(cache) / hashlib.sha256(text.encode()).hexdigest()[:16]
             self._directory.mkdir(parents=True, exist_ok=True)
             (self._directory / "manifest.json").write_text(text + "\n")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Read what other processes have added to the cache since."""
+        if self._directory is not None:
             for path in sorted(self._directory.glob("part-*.arrow")):
-                self._open(path)
+                if path not in self._opened:
+                    self._open(path)
 
     def embed(
         self, rows: Iterable[Mapping[str, Any]], asked: Mapping[str, Sequence[Prompts]] | None = None
@@ -337,6 +344,7 @@ class RegionBank:
         self._open(path)
 
     def _open(self, path: Path) -> None:
+        self._opened.add(path)
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for i in range(reader.num_record_batches):
             batch = reader.get_batch(i)
