@@ -78,7 +78,7 @@ def test_equals_upstream(files: Path, mode: Any) -> None:
 
 
 def test_bin_shards_types_and_larger_positions(files: Path, tmp_path: Path) -> None:
-    """pytorch_model*.bin loads alike; half precision is near; `force_image_size` (fine-tuned models) counts."""
+    """pytorch_model*.bin loads alike; half precision is near; `force_image_size` is followed."""
     whole = internvl(str(files), "g").eval()
     other = internvl(str(make_internvl(tmp_path / "bin", kind="bin")), "g")
     assert bundle.fingerprint(whole) == bundle.fingerprint(other)

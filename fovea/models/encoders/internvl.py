@@ -72,9 +72,7 @@ class InternVLEncoder(Encoder):
 
     tokenizer: InternVLTokenizer
 
-    def __init__(
-        self, config: InternVLConfig, mode: Mode, tokenizer: InternVLTokenizer, dtype: Dtype
-    ) -> None:
+    def __init__(self, config: InternVLConfig, mode: Mode, tokenizer: InternVLTokenizer) -> None:
         """Uninitialised; use the factories below."""
         super().__init__()
         if mode not in ("c", "g"):
@@ -85,7 +83,7 @@ class InternVLEncoder(Encoder):
                 f"{tokenizer.source} has {tokenizer.encode.num_pieces} pieces, more than the model's "
                 f"vocab_size {qllama.vocab_size}; they are not of one model"
             )
-        self.config, self.mode, self.tokenizer, self._dtype = config, mode, tokenizer, dtype
+        self.config, self.mode, self.tokenizer = config, mode, tokenizer
         self.embed_dim = config.clip_embed_dim
         self.transform = ImageTransform(vision.image_size, mean=_MEAN, std=_STD)
         width, heads, dim = qllama.hidden_size, config.attn_pool_num_heads, config.clip_embed_dim
@@ -149,7 +147,7 @@ class InternVLEncoder(Encoder):
             "config": asdict(self.config),
             "mode": self.mode,
             "tokenizer": base64.b64encode(self.tokenizer.model).decode(),
-            "dtype": self._dtype,
+            "dtype": str(self.logit_scale.dtype).removeprefix("torch."),
         }
         return {"class_path": "fovea.models.encoders.internvl_from_config", "init_args": arguments}
 
@@ -208,7 +206,7 @@ def internvl(path: str, mode: Mode = "c", dtype: Dtype = "float32") -> InternVLE
     encoder = _on_meta(config, mode, vocabulary.read_bytes(), str(vocabulary), dtype)
     ignored = [_UNUSED] if mode == "g" else [_UNUSED, _ONLY_G]
     state = {
-        name: tensor.to(getattr(torch, dtype))
+        name: tensor.to(getattr(torch, dtype), copy=True)  # else it would be a window on the file
         for shard in _shards(directory)
         for name, tensor in _read(shard, ignored)
     }
@@ -223,7 +221,7 @@ def _on_meta(
         raise ValueError(f"encoder.dtype {dtype!r}: float32, float16 or bfloat16")
     ids = config.qllama_config.bos_token_id, config.qllama_config.eos_token_id
     with torch.device("meta"):  # names and shapes alone
-        encoder = InternVLEncoder(config, mode, InternVLTokenizer(tokenizer, source, *ids), dtype)
+        encoder = InternVLEncoder(config, mode, InternVLTokenizer(tokenizer, source, *ids))
     return encoder.to(getattr(torch, dtype))
 
 
@@ -260,6 +258,6 @@ def _read(shard: Path, ignored: list[re.Pattern[str]]) -> Iterator[tuple[str, Te
             return
         for name, tensor in torch.load(shard, "cpu", weights_only=True, mmap=True).items():
             if not any(pattern.match(name) for pattern in ignored):
-                yield name, tensor.clone()  # else the file would have to stay
+                yield name, tensor
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
         raise ValueError(f"{shard} is damaged or no file of weights ({error}); fetch it again") from error
