@@ -34,6 +34,8 @@ def kind(name: str) -> str:
         return "rows"
     if "stages" in content or "extends" in content:
         return "graph"
+    if "class_path" in content:
+        return "encoder"
     if "model" in content:
         return "training"
     if set(content) == {"trainer"}:
@@ -148,6 +150,17 @@ def test_overlay(overlay: str, tiny: dict[str, str], tmp_path: Path, monkeypatch
             assert config[key] == value
     if overlay.startswith("configs/trainer/"):
         assert trainer.num_devices == config["devices"]
+
+
+@pytest.mark.parametrize("name", of_kind("encoder"))
+def test_encoder_config(name: str) -> None:
+    """Encoders by name: the factory is there and takes these arguments (its own test loads a tiny model)."""
+    import importlib
+    import inspect
+
+    spec = yaml.safe_load((ROOT / name).read_text())
+    module, _, factory = spec["class_path"].rpartition(".")
+    inspect.signature(getattr(importlib.import_module(module), factory)).bind(**spec["init_args"])
 
 
 @pytest.mark.parametrize("name", of_kind("graph", "rows", "world", "evaluate"))

@@ -104,8 +104,13 @@ def _read_state(path: str | Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_strict(module: nn.Module, state: dict[str, Tensor], source: str | Path) -> None:
-    """Load every tensor or say all that does not fit: missing, unexpected, and wrong shapes, by name."""
+def load_strict(
+    module: nn.Module, state: dict[str, Tensor], source: str | Path, *, assign: bool = False
+) -> None:
+    """Load every tensor or say all that does not fit: missing, unexpected, and wrong shapes, by name.
+
+    With `assign` the tensors become the parameters (of a module on the meta device), instead of being copied.
+    """
     have = module.state_dict()
     problems = [f"missing {name}" for name in have if name not in state]
     problems += [f"unexpected {name}" for name in state if name not in have]
@@ -117,7 +122,7 @@ def load_strict(module: nn.Module, state: dict[str, Tensor], source: str | Path)
     if problems:
         shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise ValueError(f"{source} does not fit this model: {shown}")
-    module.load_state_dict(state)
+    module.load_state_dict(state, assign=assign)
 
 
 def load(base: str | Path, visual: str | Path | None = None) -> Any:

@@ -5,5 +5,16 @@ A file here is a family; its factory is listed below, and its arguments are the 
 
 from fovea.models.encoders.base import Encoder, embed_dtype
 from fovea.models.encoders.clip import ClipEncoder, open_clip, open_clip_from_config, tiny_clip
+from fovea.models.encoders.internvl import InternVLEncoder, internvl, internvl_from_config
 
-__all__ = ["ClipEncoder", "Encoder", "embed_dtype", "open_clip", "open_clip_from_config", "tiny_clip"]
+__all__ = [
+    "ClipEncoder",
+    "Encoder",
+    "InternVLEncoder",
+    "embed_dtype",
+    "internvl",
+    "internvl_from_config",
+    "open_clip",
+    "open_clip_from_config",
+    "tiny_clip",
+]
