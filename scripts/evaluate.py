@@ -28,7 +28,7 @@ from retrieval_results import (
     write_queries,
     write_text,
 )
-from retrieval_run import Run, look_at, provenance, smoke
+from retrieval_run import Run, look_at, provenance
 from retrieval_settings import Settings
 
 
@@ -157,15 +157,17 @@ def candidates(settings: Settings) -> None:
 
 
 def encoder(source: str, tables: str, num: int = 8, device: str = "cpu", dtype: str = "float32") -> None:
-    """Load an encoder, embed a few images and texts, print what came out as JSON: a smoke test of its files.
+    """Smoke test of an encoder's files: load it, embed a few images and texts, print what came out as JSON.
 
     Args:
         source: a bundle, or a YAML file that names a class.
-        tables: canonical tables; their first images and queries are embedded.
-        num: how many of each.
+        tables: canonical tables; their first queries and the images that answer them are embedded.
+        num: how many pairs.
         device: where it runs.
         dtype: floating type of its weights.
     """
+    from encoder_smoke import smoke
+
     print(json.dumps(smoke(source, tables, num, device, dtype), indent=1))
 
 

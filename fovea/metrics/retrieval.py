@@ -12,15 +12,16 @@ Ties. Scores compare as float32, as in trec_eval. Among equal scores:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fovea.types import FloatArray
 
 Ties = Literal["by_id", "optimistic", "pessimistic"]
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 KS = (1, 2, 5, 10, 20)
 _CELLS = 4_000_000  # resampled values held at once by the bootstrap: 32 MB
 
@@ -100,7 +101,7 @@ def evaluate(
     rows: list[list[float]] = []
     missing: list[str] = []
     # Queries whose gold images land on the same ranks score the same; with one gold image: K + 1 cases.
-    seen: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, ...]], list[float]] = {}
+    seen: dict[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], list[float]] = {}
     for query, gains in gains_of.items():
         scores = run.get(query, {})
         if not scores:
@@ -112,7 +113,7 @@ def evaluate(
         lost = tuple(
             sorted((gain for doc, gain in gains.items() if gain and doc not in scores), reverse=True)
         )
-        key = (len(ranked), hits, lost)
+        key = (hits, lost)
         if key not in seen:
             seen[key] = _score(*key, order)
         rows.append(seen[key])
@@ -122,39 +123,45 @@ def evaluate(
     return RetrievalResult(list(gains_of), per_query, mean, missing, ties, order)
 
 
-def _score(
-    num_ranked: int, hits: tuple[tuple[int, int], ...], lost: tuple[int, ...], ks: tuple[int, ...]
-) -> list[float]:
+def _score(hits: tuple[tuple[int, int], ...], lost: tuple[int, ...], ks: tuple[int, ...]) -> list[float]:
     """The metrics of one query, in the order recall, hit, precision, ndcg at each k, then MRR and MAP.
 
     Args:
-        num_ranked: how many documents were retrieved.
-        hits: (rank from 0, gain) of each gold document that was retrieved.
+        hits: (rank from 0, gain) of each gold document that was retrieved, by rank.
         lost: gains of the gold documents that were not.
         ks: cut-offs, ascending.
     """
-    import torch
-    from torchmetrics.functional import retrieval as tm
-
-    # The list as torchmetrics must see it: what was retrieved, filled up with irrelevant documents to the
-    # deepest cut-off, and behind that the gold documents that were not retrieved: no cut-off reaches them, so
-    # they only count where they must, in the number of relevant documents and in the ideal order.
-    depth = max(num_ranked, ks[-1])
-    target = torch.zeros(depth + len(lost), dtype=torch.long)
-    for place, gain in hits:
-        target[place] = gain
-    target[depth:] = torch.tensor(lost, dtype=torch.long)
-    preds = torch.arange(len(target), 0, -1, dtype=torch.float32)
-    binary = target > 0
-    out = [float(tm.retrieval_recall(preds, binary, top_k=k)) for k in ks]
-    out += [float(tm.retrieval_hit_rate(preds, binary, top_k=k)) for k in ks]
-    out += [float(tm.retrieval_precision(preds, binary, top_k=k)) for k in ks]
-    out += [float(tm.retrieval_normalized_dcg(preds, target, top_k=k)) for k in ks]
-    out.append(float(tm.retrieval_reciprocal_rank(preds, binary, top_k=depth)))
-    # torchmetrics averages over the gold documents within top_k; trec_eval over all of them.
-    found = len(hits) / (len(hits) + len(lost))
-    out.append(float(tm.retrieval_average_precision(preds, binary, top_k=depth)) * found)
+    num_gold = len(hits) + len(lost)
+    found = [sum(place < k for place, _ in hits) for k in ks]
+    ideal = sorted([gain for _, gain in hits] + list(lost), reverse=True)
+    out = [hit / num_gold for hit in found]
+    out += [float(hit > 0) for hit in found]
+    out += [hit / k for hit, k in zip(found, ks, strict=True)]
+    out += [_dcg((place, gain) for place, gain in hits if place < k) / _dcg(enumerate(ideal[:k])) for k in ks]
+    out.append(1 / (hits[0][0] + 1) if hits else 0.0)
+    # Over all gold documents, as trec_eval has it; one that was not retrieved adds 0.
+    out.append(sum((number + 1) / (place + 1) for number, (place, _) in enumerate(hits)) / num_gold)
     return out
+
+
+def _dcg(gains: Iterable[tuple[int, int]]) -> float:
+    """Σ gain / log2(rank + 1) over (rank from 0, gain): the linear gain of trec_eval's ndcg."""
+    return sum(gain / math.log2(place + 2) for place, gain in gains)
+
+
+def recall_curve(
+    run: Mapping[str, Mapping[str, float]],
+    gold: Mapping[str, Collection[str] | Mapping[str, int]],
+    depth: int,
+) -> Float64Array:
+    """recall@k at every k = 1 … depth, ties by id: float64 [Q, depth], in the order of `gold`'s queries."""
+    out = np.zeros((len(gold), depth))
+    for row, (query, docs) in enumerate(gold.items()):
+        wanted = {doc for doc, gain in _gains(docs).items() if gain > 0}
+        ranked = rank(run.get(query, {}))[:depth]
+        out[row, [place for place, doc in enumerate(ranked) if doc in wanted]] = 1 / len(wanted)
+    curve: Float64Array = out.cumsum(1)
+    return curve
 
 
 def _gains(docs: Collection[str] | Mapping[str, int]) -> dict[str, int]:
@@ -206,18 +213,42 @@ def bootstrap_interval(
         level: covered share, in (0, 1).
     """
     sample = np.asarray(values, np.float64)
-    if sample.ndim != 1 or not len(sample) or not np.isfinite(sample).all():
+    if sample.ndim != 1:
+        raise ValueError(f"a bootstrap of one mean needs a list of values, not shape {sample.shape}")
+    return bootstrap_intervals(sample[:, None], n=n, seed=seed, level=level)[0]
+
+
+def bootstrap_intervals(
+    values_QM: Float64Array, *, n: int = 1000, seed: int = 0, level: float = 0.95
+) -> list[Interval]:
+    """Percentile bootstrap of many means over the same queries, from the same resamples.
+
+    Args:
+        values_QM: [Q, M], one row a query, one column a mean.
+        n: number of resamples.
+        seed: of the resampling; the same seed and values give the same intervals.
+        level: covered share, in (0, 1).
+
+    Returns:
+        M intervals.
+    """
+    sample = np.asarray(values_QM, np.float64)
+    if sample.ndim != 2 or not len(sample) or not np.isfinite(sample).all():
         raise ValueError(
             f"a bootstrap needs a non-empty list of finite values, got {sample.shape}: {sample[:5]}"
         )
     rng = np.random.default_rng(seed)
     size = len(sample)
     step = max(1, _CELLS // size)
-    means = np.concatenate(
-        [sample[rng.integers(0, size, (min(step, n - at), size))].mean(1) for at in range(0, n, step)]
-    )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(sample.mean()), float(low), float(high))
+    means = []
+    for at in range(0, n, step):
+        drawn = rng.integers(0, size, (min(step, n - at), size))
+        # How often each query was drawn: the sums of all columns are then one matrix product.
+        row = np.arange(len(drawn))[:, None] * size
+        counts = np.bincount((drawn + row).ravel(), minlength=drawn.size).reshape(drawn.shape)
+        means.append(counts.astype(np.float64) @ sample / size)
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return [Interval(*map(float, three)) for three in zip(sample.mean(0), low, high, strict=True)]
 
 
 def paired_bootstrap(
