@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from retrieval_results import (
     coverage,
+    curves,
     pool,
     runs,
     show,
@@ -105,6 +106,7 @@ def retrieval(
             "images": {g.split: g.num_images for g in galleries},
             "unreadable": {g.split: g.unreadable for g in galleries},
         },
+        "curves": curves(table, found, gold, settings.top_k, bootstrap),
         "ties": tie_bounds(found, results, gold),
         "calibration": None if calibrations is None else asdict(calibrations),
         "fusion": reweight,
@@ -118,11 +120,18 @@ def retrieval(
     write_queries(out / "queries.jsonl", galleries, calibrations)
     write_per_query(out / "per_query.jsonl", table, results)
     if not coarse_only:
-        figures.score_distributions(table, calibrations, out / "plots" / "scores.png")
-    cut = [k for k in ks if k <= settings.top_k]
-    if len(cut) > 1:
-        figures.recall_curves(
-            results_json["retrieval"], results_json["intervals"], cut, out / "plots" / "recall.png"
+        shown = ["global", "local"] + (["learned", "eq9"] if calibrations is not None else [reweight])
+        panels = figures.score_panels(table, calibrations, list(dict.fromkeys(shown)))
+        figures.write_png(
+            figures.score_distributions(panels),
+            out / "plots" / "scores.png",
+            "Scores of gold and other candidates, densities",
+        )
+    if settings.top_k > 1:
+        figures.write_png(
+            figures.recall_curves(figures.curves_of(results_json)),
+            out / "plots" / "recall.png",
+            f"Recall at k in the corpus `{settings.corpus}`, 95 % intervals over queries",
         )
     write_text(out / "results.json", json.dumps(results_json, indent=1) + "\n")
     show(results_json, out)
