@@ -95,6 +95,11 @@ class Calibration:
     num_skipped: int = 0
     method: Literal["closed_form", "gradient"] = "closed_form"
 
+    @property
+    def scalars(self) -> tuple[float, float, float]:
+        """(W_g, W_l, B)."""
+        return self.w_global, self.w_local, self.bias
+
     def warn_if_negative(self) -> None:
         """Tell the user when a higher similarity would lower the fused score."""
         for name, value in (("W_g", self.w_global), ("W_l", self.w_local)):
@@ -121,10 +126,20 @@ class Calibrations:
     eq9: Calibration
     ranking: Calibration
 
+    @property
+    def difference(self) -> float:
+        """How far the trained scalars are from the exact ones of their objective: the largest of the three,
+        absolute, and relative to the exact one where that is above 1.
+        """
+        exact = (self.eq9 if self.learned.objective == "eq9" else self.ranking).scalars
+        pairs = zip(self.learned.scalars, exact, strict=True)
+        return max(abs(trained - solved) / max(1.0, abs(solved)) for trained, solved in pairs)
+
     def write(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write as JSON, with `difference`, which is there for the reader."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        fields = asdict(self) | {"difference": self.difference}
+        Path(path).write_text(json.dumps(fields, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Calibrations:
@@ -135,6 +150,7 @@ class Calibrations:
             )
         try:
             data = json.loads(Path(path).read_text())
+            data.pop("difference", None)
             return cls(**{name: Calibration(**fields) for name, fields in data.items()})
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a calibration that a Reweight run wrote ({error})") from error
@@ -227,13 +243,13 @@ def fit_ranking(grid: Grid, *, l2: float = 1e-6) -> Calibration:
     x, gold, top = grid.scores[used], gold[used], grid.top[used]
     target = gold / gold.sum(1, keepdims=True)
     solutions = [
-        _newton(x, target, top, np.array(free), l2) for free in ([True, True], [False, True], [True, False])
+        _newton(x, target, top, np.array(free), l2)
+        for free in ([True, True], [False, True], [True, False], [False, False])
     ]
-    feasible = [(loss, w) for loss, w in solutions if (w >= 0).all()]
-    loss, w = (
-        min(feasible, key=lambda item: item[0])
-        if feasible
-        else _newton(x, target, top, np.zeros(2, bool), l2)
+    # The ridge is part of what is minimised: without it the larger weights would win.
+    loss, w = min(
+        ((loss, w) for loss, w in solutions if (w >= 0).all()),
+        key=lambda item: item[0] + l2 / 2 * float(item[1] @ item[1]),
     )
     return Calibration("ranking", float(w[0]), float(w[1]), 0.0, loss, int(used.sum()), int((~used).sum()))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor, nn
 
 from fovea.batches import ScoreBatch
+from fovea.report import figures
 from fovea.reweight import (
     Calibration,
     Calibrations,
@@ -19,6 +22,8 @@ from fovea.reweight import (
     ranking_loss,
 )
 from fovea.score_table import Grid
+
+AGREEMENT = 1e-3  # of the trained scalars with the exact ones, see `Calibrations.difference`
 
 
 class Reweight(L.LightningModule):
@@ -43,8 +48,11 @@ class Reweight(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self._seen: ScoreBatch | None = None
-        # float64: the closed form is met to many digits only so, and three scalars cost nothing.
-        self.weights = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        # float64: the closed form is met to many digits only so, and three scalars cost nothing. From 0,
+        # eq. 9 ends at the smallest of its solutions where there are many (S_local a copy of S_global, or 0),
+        # as least squares does; a root cannot leave 0, and the ridge makes that of `ranking` unique.
+        start = torch.zeros if objective == "eq9" else torch.ones
+        self.weights = nn.Parameter(start(2, dtype=torch.float64))
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def effective_weights(self) -> Tensor:
@@ -89,7 +97,9 @@ class Reweight(L.LightningModule):
         self.log("val/loss", self.loss(batch)[0], batch_size=len(batch.query_ids))
 
     def on_fit_end(self) -> None:
-        """Write the run's product, `calibration.json`, at the top of its directory."""
+        """Write the run's product, `calibration.json`, at the top of its directory, and `calibration.png`:
+        the scores of gold and other candidates before and after (to W&B as well where that is the logger).
+        """
         if self._seen is None or not self.trainer.is_global_zero:
             return
         with torch.no_grad():
@@ -107,7 +117,24 @@ class Reweight(L.LightningModule):
         )
         grid = Grid(self._seen.query_ids, *(array.cpu().numpy() for array in self._seen[1:]))
         calibrations = Calibrations(learned, fit_eq9(grid), fit_ranking(grid, l2=self.hparams["l2"]))
-        calibrations.write(Path(self.trainer.default_root_dir) / "calibration.json")
+        directory = Path(self.trainer.default_root_dir)
+        calibrations.write(directory / "calibration.json")
+        if not calibrations.difference <= AGREEMENT:  # NaN is no agreement either
+            exact = calibrations.eq9 if learned.objective == "eq9" else calibrations.ranking
+            trained, solved = (", ".join(f"{x:.6g}" for x in fit.scalars) for fit in (learned, exact))
+            warnings.warn(
+                f"{learned.objective}: training ended at (W_g, W_l, B) = ({trained}), the exact solution is "
+                f"({solved}): {calibrations.difference:.2g} apart, more than {AGREEMENT}. Train longer "
+                "(--trainer.max_epochs, --model.max_iter), or use the exact one, which calibration.json "
+                "holds as well",
+                stacklevel=2,
+            )
+        figure = figures.score_distributions(figures.calibration_panels(grid, calibrations))
+        title = f"Calibration split, {used} queries used: scores of gold and other candidates, densities"
+        path = figures.write_png(figure, directory / "calibration.png", title)
+        for logger in self.trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("calibration", [str(path)])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Full-batch L-BFGS with a line search."""

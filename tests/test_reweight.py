@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from score_tables import make_table, random_table
+from score_tables import large_table, make_table, random_table
 
 from fovea.reweight import (
     Calibration,
@@ -21,7 +23,7 @@ from fovea.reweight import (
     local_score,
     ranking_loss,
 )
-from fovea.score_table import BEYOND, ScoreTable, draw_negatives
+from fovea.score_table import BEYOND, ScoreTable
 from fovea.types import FUSIONS
 
 
@@ -235,25 +237,57 @@ def test_fit_on_nothing_says_so(fit):
 
 def test_calibration_of_ten_thousand_queries_takes_seconds():
     """10,000 queries × 20 candidates: both closed forms in under 5 s."""
-    rng = np.random.default_rng(0)
-    num, k = 10_000, 20
-    query, rank = np.repeat(np.arange(num), k), np.tile(np.arange(1, k + 1), num)
-    gold = np.zeros((num, k), bool)
-    gold[np.arange(num), rng.integers(0, k, num)] = True
-    ids = tuple(f"q{q}" for q in range(num))
-    local = rng.normal(0.2, 0.05, num * k) + 0.1 * gold.ravel()
+    grid = large_table(10_000).grid()
     start = time.perf_counter()
-    table = ScoreTable(
-        query_ids=ids, splits=("cal",) * num, num_gold=np.ones(num, np.int64), phrase_ids=((),) * num,
-        query=query, rank=rank, image_ids=("i",) * len(query), is_gold=gold.ravel(),
-        negative=draw_negatives(ids, query, rank, gold.ravel(), 0),
-        global_=rng.normal(0.2, 0.05, num * k), local=local, local_eq5=local, region_ids=((),) * len(query),
-        similarity=np.zeros((len(query), 0)), weight=np.zeros((len(query), 0)),
-    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit_eq9(table.grid()), fit_ranking(table.grid())
+        fit_eq9(grid), fit_ranking(grid)
     assert time.perf_counter() - start < 5
+
+
+def test_the_ridge_is_part_of_what_ranking_minimises():
+    """Scores of spread 0.001 that nearly coincide: without the ridge W = (0, 693) would win, with it
+    (175, 610) does; neither a step nor the corner is better.
+    """
+    grid = large_table(std=1e-3, rho=0.9999).grid()
+    fit = fit_ranking(grid)
+    scores, gold, top = (torch.from_numpy(a) for a in (grid.scores, grid.gold, grid.top))
+
+    def objective(w):
+        w = torch.tensor(w, dtype=torch.float64)
+        return float(ranking_loss(scores @ w, gold, top) + 0.5e-6 * (w**2).sum())
+
+    w = [fit.w_global, fit.w_local]
+    assert w == pytest.approx([174.77, 609.83], abs=0.1)
+    others = ([0.0, 693.063], [w[0] + 1, w[1]], [w[0] - 1, w[1]], [w[0], w[1] + 1], [w[0], w[1] - 1])
+    assert objective(w) < min(map(objective, others))
+
+
+@pytest.mark.parametrize("objective", ["eq9", "ranking"])
+def test_bias_and_scale_change_no_ranking(objective):
+    """B shifts all candidates of a query alike, and only W_g : W_l orders them; values do change."""
+    table = random_table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit = fit_eq9(table.grid()) if objective == "eq9" else fit_ranking(table.grid())
+
+    def orders(w_global, w_local, bias):
+        fits = Calibrations(*[Calibration(objective, w_global, w_local, bias)] * 3)
+        fused = fuse("learned", table, fits)
+        starts = table.starts()
+        return fused, [np.argsort(-fused[a:b], kind="stable").tolist() for a, b in pairwise(starts)]
+
+    w_global, w_local = fit.w_global, fit.w_local
+    value, order = orders(w_global, w_local, fit.bias)
+    for changed in (
+        (w_global, w_local, 0.0),
+        (w_global, w_local, -3.0),
+        (7 * w_global, 7 * w_local, fit.bias),
+    ):
+        other, same = orders(*changed)
+        assert same == order
+        assert (other != value).all() or changed == (w_global, w_local, fit.bias)
+    assert orders(w_global, 2 * w_local, fit.bias)[1] != order
 
 
 def test_table_on_disk_and_pooling(tmp_path):
@@ -294,6 +328,8 @@ def test_calibration_file(tmp_path):
     )
     fits.write(tmp_path / "c.json")
     assert Calibrations.read(tmp_path / "c.json") == fits
+    # Trained W_g = 1, exact 3: 2 of 3, relative because the exact one is above 1.
+    assert json.loads((tmp_path / "c.json").read_text())["difference"] == pytest.approx(2 / 3)
     for content in ("{}", "[]", "{", '{"learned": {"w": 1}}'):
         (tmp_path / "d.json").write_text(content)
         with pytest.raises(ValueError, match="d.json: not a calibration"):

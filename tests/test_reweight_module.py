@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from score_tables import make_table, random_table
+from PIL import Image
+from score_tables import large_table, make_table, random_table
 
-from datamodules.scores import ScoreData
-from fovea.reweight import Calibrations, fit_eq9, fit_ranking
+from datamodules.scores import ScoreData, score_batch
+from fovea.reweight import Calibration, Calibrations, fit_eq9, fit_ranking
 from lightning_modules.reweight import Reweight
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +46,9 @@ def test_gradient_run_meets_the_closed_form(tmp_path, objective, closed, separat
     fit(tmp_path / "scores.parquet", tmp_path, objective=objective)
     got = Calibrations.read(tmp_path / "calibration.json")
     assert getattr(got, objective) == exact
+    assert got.difference <= 1e-3
+    with Image.open(tmp_path / "calibration.png") as figure:
+        assert figure.width > 2 * figure.height  # three panels
     got = got.learned
     assert (got.w_global, got.w_local, got.bias) == pytest.approx(
         (exact.w_global, exact.w_local, exact.bias), abs=1e-3
@@ -50,6 +56,79 @@ def test_gradient_run_meets_the_closed_form(tmp_path, objective, closed, separat
     assert got.loss == pytest.approx(exact.loss, abs=1e-6)
     assert (got.objective, got.method) == (objective, "gradient")
     assert (got.num_queries, got.num_skipped) == (exact.num_queries, exact.num_skipped)
+
+
+ILL = {
+    "small spread": dict(std=1e-4),
+    "nearly collinear": dict(rho=0.999999),
+    "both": dict(rho=0.9999, std=1e-3),
+    "another scale": dict(ratio=1e-3),
+    "far from zero": dict(shift=30.0),
+    "separable": dict(sep=(8.0, 8.0)),
+    "useless": dict(sep=(0.0, 0.0), rho=0.99999),
+}
+
+
+@pytest.mark.parametrize("case", [*ILL, "copy", "nothing found"])
+def test_ill_conditioned_scores_agree_too(tmp_path, case):
+    """Tiny spreads, scores that nearly or exactly coincide, no local score at all: still within 1e-3."""
+    table = large_table(500, **ILL.get(case, {}))
+    if case in ("copy", "nothing found"):
+        object.__setattr__(table, "local", table.global_ * (case == "copy"))
+    for objective, closed in (("eq9", fit_eq9), ("ranking", fit_ranking)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exact = closed(table.grid())
+        module = Reweight(objective)
+        batch = score_batch(table)
+        optimizer = module.configure_optimizers()
+
+        def closure(module=module, optimizer=optimizer, batch=batch):
+            optimizer.zero_grad()
+            loss, ridge, _ = module.loss(batch)
+            (loss + ridge).backward()
+            return loss + ridge
+
+        optimizer.step(closure)
+        w_global, w_local = module.effective_weights().tolist()
+        trained = Calibration(objective, w_global, w_local, module.bias.item())
+        assert Calibrations(trained, exact, exact).difference <= 1e-3, (objective, trained, exact)
+
+
+def test_too_short_a_training_is_told(tmp_path, monkeypatch):
+    """One iteration is not enough: both solutions and their difference are named; W&B gets the figure."""
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    random_table().write(tmp_path / "scores.parquet")
+    logger = WandbLogger(project="fovea", offline=True, save_dir=tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=logger, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"eq9: training ended at .*the exact solution is .* apart"):
+        trainer.fit(Reweight("eq9", max_iter=1), datamodule=ScoreData(str(tmp_path / "scores.parquet")))
+    assert json.loads((tmp_path / "calibration.json").read_text())["difference"] > 1e-3
+    wandb.finish()
+    wandb.teardown()
+    (media,) = tmp_path.glob("wandb/offline-run-*/files/media/images")
+    assert [path.name.startswith("calibration_") for path in media.iterdir()] == [True]
+
+
+@pytest.mark.slow
+def test_ten_thousand_queries_take_seconds(tmp_path):
+    """The command, 10,000 queries × 20 candidates: under 60 s with start-up on a slow machine, and agreed."""
+    large_table(10_000).write(tmp_path / "scores.parquet")
+    command = [
+        sys.executable, "scripts/train.py", "fit", "-c", "configs/quickstart/reweight.yaml",
+        f"--data.scores={tmp_path}/scores.parquet", f"--trainer.default_root_dir={tmp_path}",
+    ]  # fmt: skip
+    start = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    assert time.perf_counter() - start < 60
+    assert Calibrations.read(tmp_path / "calibration.json").difference <= 1e-3
 
 
 def test_only_three_scalars_train():

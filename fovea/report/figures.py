@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fovea.reweight import Calibrations, fuse
-from fovea.score_table import Float64Array, ScoreTable
+from fovea.score_table import Float64Array, Grid, ScoreTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,6 +83,25 @@ def score_panels(table: ScoreTable, calibrations: Calibrations | None, names: Se
         scores = fuse(name, table, calibrations)
         title = TITLES.get(name, f"after: {name}")
         panels.append(Panel(title, scores[kept & table.is_gold], scores[kept & ~table.is_gold]))
+    return panels
+
+
+def calibration_panels(grid: Grid, calibrations: Calibrations) -> list[Panel]:
+    """The calibration split before and after: S_global, the trained fusion, and eq. 9 beside it.
+
+    Args:
+        grid: the split's scores; only the kept candidates are shown.
+        calibrations: the trained scalars and the exact ones.
+    """
+    fits = {
+        TITLES["global"]: (1.0, 0.0, 0.0),
+        f"after: learned ({calibrations.learned.objective})": calibrations.learned.scalars,
+        TITLES["eq9"]: calibrations.eq9.scalars,
+    }
+    panels = []
+    for title, (w_global, w_local, bias) in fits.items():
+        scores = grid.scores @ np.array([w_global, w_local]) + bias
+        panels.append(Panel(title, scores[grid.top & grid.gold], scores[grid.top & ~grid.gold]))
     return panels
 
 
