@@ -154,7 +154,8 @@ def look_at(
 
     run = Run(settings, seconds)
     bank = run.bank()
-    what = whole_question if settings.what == "none" else Phraser(settings.spacy_model).batch
+    plain = bank is None or settings.what == "none"
+    what = whole_question if plain else Phraser(settings.spacy_model).batch
     lacking: MissingMasks | None = None
     for found in run.galleries():
         cascade = Cascade(
