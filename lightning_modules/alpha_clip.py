@@ -224,13 +224,22 @@ class AlphaClip(L.LightningModule):
             left, right = self.sides(batch)
         good = (torch.isfinite(left) & torch.isfinite(right)).all(1).cpu().numpy()
         named = batch.names if good.all() else batch.names[~good]
-        what = "this rank's rows" if good.all() else "rows with non-finite embeddings"
-        where = ", ".join(str(rank) for rank in (finite.flatten() == 0).nonzero().flatten().tolist())
+        what = "all embeddings finite, rows" if good.all() else "rows with non-finite embeddings"
+        about: list[str | None] = [
+            f"loss {loss.item()} (global {whole.item()}, regional {regional.item()}), {what}: "
+            f"{', '.join(named[:32])}{f' and {len(named) - 32} more' if len(named) > 32 else ''}"
+        ]
+        if self.trainer.world_size > 1:
+            mine, about = about[0], [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(about, mine)
         raise FloatingPointError(
-            f"loss is not finite on rank {where} at step {self.global_step}; rank {self.global_rank}: loss "
-            f"{loss.item()} (global {whole.item()}, regional {regional.item()}), logit scale "
-            f"{self.encoder.logit_scale.exp().item():.1f}, {what}: {', '.join(named[:32])}"
-            f"{f' and {len(named) - 32} more' if len(named) > 32 else ''}"
+            f"loss is not finite at step {self.global_step}, logit scale "
+            f"{self.encoder.logit_scale.exp().item():.1f}; "
+            + "; ".join(
+                f"rank {rank}: {text}"
+                for rank, (text, sound) in enumerate(zip(about, finite.flatten().tolist(), strict=True))
+                if not sound
+            )
         )
 
     def optimizer_step(
