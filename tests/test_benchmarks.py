@@ -1,4 +1,4 @@
-"""The benchmark harness: turn about, ratios of neighbours, a verdict that follows the demand; AlphaClip's parts."""
+"""The benchmark harness: turn about, ratios of neighbours, a verdict that follows the demand; AlphaClip."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_alpha_clip_runs_in_miniature(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_held_bytes_by_hand() -> None:
-    """Two of three kilobytes die before the next comes: views, in-place writes and a weight's shape add nothing."""
+    """Two tensors of 1 KiB die before the next: views, writes in place, a weight's shape add nothing."""
     import torch
     from alpha_clip import HeldBytes
 
