@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from contrastive import Recorder, StopAt, gallery, pairs, ready, tiny_vit, trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -17,7 +18,8 @@ from two_ranks import Probe
 from fovea import bundle
 from lightning_modules.alpha_clip import MAX_LOGIT_SCALE, AlphaClip
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -88,6 +90,17 @@ def test_averaged_weights(tmp_path: Path) -> None:
         assert torch.equal(saved["current_model_state"][name], watch.steps[-1][name])
     moved = max((average[name] - watch.steps[-1][name]).abs().max() for name in average)
     assert moved > 1e-3
+
+
+def test_the_overlay_averages_no_integers() -> None:
+    """An average of integers is cut off, 0.9 · 7 + 0.1 · 7 to 6: `configs/trainer/ema.yaml` makes none."""
+    overlay = yaml.safe_load((ROOT / "configs/trainer/ema.yaml").read_text())
+    (callback,) = overlay["trainer"]["callbacks+"]
+    module = AlphaClip(tiny_vit(), lr=1e-3)
+    module.encoder.register_buffer("position_ids", torch.arange(600))
+    average = EMAWeightAveraging(**(callback["init_args"] | {"decay": 0.9}))
+    trainer(max_steps=4, callbacks=[average]).fit(module, ready(*(pairs(seed=seed) for seed in range(4))))
+    assert torch.equal(module.encoder.get_buffer("position_ids"), torch.arange(600))
 
 
 def test_three_and_three_averaged_steps_are_six(tmp_path: Path) -> None:
