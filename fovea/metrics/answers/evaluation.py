@@ -40,7 +40,7 @@ class AnswerResult:
         official: the same keys as the upstream script would print them; None where it has no figure.
         missing: ids without a prediction (or with null); they count as 0.
         duplicates: id → how often it was predicted, if more than once.
-        unknown: predicted ids that are not in the gold set, left out.
+        unknown: predicted ids that are not in the gold set, left out of both figures.
         faults: id → why the rule cannot score it (the official code raises there); it counts as 0.
     """
 
@@ -144,12 +144,11 @@ def evaluate(
     rows = [(name, text) for name, text in pairs if name in wanted]
     faults: dict[str, str] = {}
     scored = [_values(rule, text, wanted[name], tools, faults) for name, text in rows]
-    names = list(dict.fromkeys(key for values in scored for key in values)) or ["score"]
     ids = [name for name, _ in rows]
-    columns = _columns(gold, _choose(ids, scored, "first" if duplicates == "first" else "last"), names)
+    columns = _columns(gold, _choose(ids, scored, "first" if duplicates == "first" else "last"), rule.values)
     missing = [query.id for query in gold if query.id not in counts]
     if rule.report:
-        first = names[0]
+        first = rule.values[0]
         values = {query.id: float(value) for query, value in zip(gold, columns[first], strict=True)}
         usable = [(*row, found[first]) for row, found in zip(rows, scored, strict=True) if found]
         theirs, ours = rule.report(usable, values, gold)
@@ -158,9 +157,9 @@ def evaluate(
         official = {key: known.get(key) for key in honest}
     else:
         honest = {key: _figure(rule, column) for key, column in columns.items()}
-        counted = _columns(gold, _choose(ids, scored, "last"), names)  # a JSON object keeps the last
+        counted = _columns(gold, _choose(ids, scored, "last"), rule.values)  # a JSON object keeps the last
         if rule.missing == "ignored":
-            counted = {key: np.array([row[key] for row in scored if row]) for key in names}
+            counted = {key: np.array([row[key] for row in scored if row]) for key in rule.values}
         refused = bool(faults) or (rule.missing == "refused" and bool(missing or repeated))
         official = {
             key: None if refused or not len(column) else _figure(rule, column)
@@ -258,6 +257,11 @@ def _gold_faults(scorer: str, gold: Sequence[Query], tools: Tools) -> list[str]:
         faults.append(
             f"{len(hidden)} gold queries have no keywords, e.g. {hidden[:5]} (WebQA hides Keywords_A); score "
             "webqa_acc_approx against the whole answer instead"
+        )
+    numbers = [query for query in gold if scorer == "infoseek" and query.kind == "Numerical"]
+    if unbounded := [query.id for query in numbers if len(compared(query)) != 2]:
+        faults.append(
+            f"{len(unbounded)} numerical gold queries have no two bounds as keywords, e.g. {unbounded[:5]}"
         )
     if odd := sorted({query.kind for query in gold} - kinds) if kinds else []:
         faults.append(f"{scorer} tells the query kinds {sorted(kinds)} apart; the gold set has {odd[:5]}")

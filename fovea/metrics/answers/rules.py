@@ -47,6 +47,7 @@ class Rule:
 
     Attributes:
         score: (prediction, query, tools) → named values of one question, in [0, 1].
+        values: those names; the first is the one that a report is made of.
         missing: what the upstream script does with a missing prediction: counts 0 (`zero`), leaves it out and
             counts duplicates twice (`ignored`), or has no figure for such a file (`refused`).
         scale: upstream's unit: 100 for percent.
@@ -56,6 +57,7 @@ class Rule:
     """
 
     score: Score
+    values: tuple[str, ...]
     missing: Literal["zero", "ignored", "refused"]
     scale: float = 1.0
     digits: int | None = None
@@ -167,18 +169,20 @@ _WEBQA_KINDS = frozenset(webqa.DOMAINS)
 _INFOSEEK_KINDS = frozenset({"String", "Time", "Numerical"})
 _EVQA_KINDS = frozenset(evqa.QUESTION_TYPES)
 RULES: dict[str, Rule] = {
-    "mmqa_list_em_f1": Rule(_mmqa, "zero", scale=100),
-    "mmqa_em_ragvl": Rule(_mmqa_ragvl, "refused"),
-    "webqa_keyword": Rule(_webqa, "ignored", kinds=_WEBQA_KINDS),
-    "webqa_acc_approx": Rule(_webqa_approx, "refused", kinds=_WEBQA_KINDS),
-    "exact_match": Rule(_exact_match, "zero", scale=100),
-    "token_f1": Rule(_token_f1, "zero", scale=100),
-    "vqa_accuracy": Rule(_vqa, "refused", scale=100, digits=2),
-    "aokvqa_direct_answer": Rule(_aokvqa, "zero", scale=100),
-    "infoseek": Rule(_infoseek, "ignored", kinds=_INFOSEEK_KINDS, report=_infoseek_report),
-    "rora_infoseek": Rule(_rora, "refused", scale=100, kinds=_INFOSEEK_KINDS),
-    "oven": Rule(_oven, "ignored", kinds=frozenset({"query", "entity"}), report=_oven_report),
-    "evqa_exact_match": Rule(_evqa_exact, "refused", kinds=_EVQA_KINDS),
-    "evqa": Rule(_evqa, "refused", kinds=_EVQA_KINDS),
-    "relaxed_accuracy": Rule(_relaxed, "refused", scale=100),
+    "mmqa_list_em_f1": Rule(_mmqa, ("list_em", "list_f1"), "zero", scale=100),
+    "mmqa_em_ragvl": Rule(_mmqa_ragvl, ("em",), "refused"),
+    "webqa_keyword": Rule(_webqa, webqa.VALUES, "ignored", kinds=_WEBQA_KINDS),
+    "webqa_acc_approx": Rule(
+        _webqa_approx, ("webqa_acc_approx", "ragvl_acc_approx"), "refused", kinds=_WEBQA_KINDS
+    ),
+    "exact_match": Rule(_exact_match, ("exact_match",), "zero", scale=100),
+    "token_f1": Rule(_token_f1, ("f1",), "zero", scale=100),
+    "vqa_accuracy": Rule(_vqa, ("accuracy",), "refused", scale=100, digits=2),
+    "aokvqa_direct_answer": Rule(_aokvqa, ("accuracy",), "zero", scale=100),
+    "infoseek": Rule(_infoseek, ("score",), "ignored", kinds=_INFOSEEK_KINDS, report=_infoseek_report),
+    "rora_infoseek": Rule(_rora, ("accuracy",), "refused", scale=100, kinds=_INFOSEEK_KINDS),
+    "oven": Rule(_oven, ("accuracy",), "ignored", kinds=frozenset({"query", "entity"}), report=_oven_report),
+    "evqa_exact_match": Rule(_evqa_exact, ("exact_match",), "refused", kinds=_EVQA_KINDS),
+    "evqa": Rule(_evqa, ("accuracy",), "refused", kinds=_EVQA_KINDS),
+    "relaxed_accuracy": Rule(_relaxed, ("accuracy",), "refused", scale=100),
 }

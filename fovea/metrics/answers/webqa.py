@@ -31,7 +31,8 @@ SHAPES = frozenset(
     "cross crosse cube cuboid curl curve cylinder cylindrical diamond dome domeshape dot flat flower fold "
     "fork globe globular h heart hexagon hook hoop keyhole obelisk octagon octagonal octogon oval "
     "pentagon point pyramid pyramidal rectangle rectangular ring round rounded semicircle shamrock slope "
-    "sphere spherical spiral square star step straight teardrop torus triangle triangular tube wavy xs".split()
+    "sphere spherical spiral square star step straight teardrop torus triangle triangular tube wavy "
+    "xs".split()
 )
 YES_NO = frozenset({"yes", "no"})
 # Qcate → the words that count, None for all; number is a test of each token instead.
@@ -40,6 +41,7 @@ DOMAINS: dict[str, frozenset[str] | None] = {
     "text": None,
 }  # fmt: skip
 BY_F1 = frozenset({"color", "shape", "YesNo", "number"})  # the others score recall
+VALUES = ("acc", "F1_avg", "F1_max", "EM", "RE_avg", "PR_avg")
 _NOT_DECIMAL_POINT = re.compile(r"\.(?!\d)")
 
 
@@ -133,16 +135,15 @@ def webqa_keyword(
     gold = _in_domain(webqa_normalise(_only(references), lemma_model=lemma_model).split(), Qcate)
     bags = [_in_domain(webqa_normalise(text, lemma_model=lemma_model).split(), Qcate) for text in candidates]
     pairs = [_overlap(bag, gold) for bag in bags]
-    names = ("F1_avg", "F1_max", "EM", "RE_avg", "PR_avg", "acc")
     if not all(precision for precision, _ in pairs):
-        return dict.fromkeys(names, 0.0)
+        return dict.fromkeys(VALUES, 0.0)
     f1 = [2 * precision * recall / (precision + recall + 1e-5) for precision, recall in pairs]
     mean_f1 = sum(f1) / len(f1)
     mean_recall = sum(recall for _, recall in pairs) / len(pairs)
     mean_precision = sum(precision for precision, _ in pairs) / len(pairs)
     accuracy = mean_f1 if Qcate in BY_F1 else mean_recall
     exact = float(any(bag == gold for bag in bags))
-    return dict(zip(names, (mean_f1, max(f1), exact, mean_recall, mean_precision, accuracy), strict=True))
+    return dict(zip(VALUES, (accuracy, mean_f1, max(f1), exact, mean_recall, mean_precision), strict=True))
 
 
 def webqa_acc_approx(
