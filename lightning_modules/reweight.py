@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor, nn
 
 from fovea.batches import ScoreBatch
+from fovea.report.figures import score_distributions
 from fovea.reweight import (
     Calibration,
     Calibrations,
@@ -19,6 +22,8 @@ from fovea.reweight import (
     ranking_loss,
 )
 from fovea.score_table import Grid
+
+TOLERANCE = 1e-3  # between the gradient run and the closed form, relative to weights above 1
 
 
 class Reweight(L.LightningModule):
@@ -41,6 +46,15 @@ class Reweight(L.LightningModule):
             l2: ridge on the weights under `ranking`, so that separable scores have a finite solution.
         """
         super().__init__()
+        problems = []
+        if not lr > 0:
+            problems.append(f"model.lr={lr} must be positive")
+        if max_iter < 1:
+            problems.append(f"model.max_iter={max_iter} must be at least 1")
+        if not l2 >= 0:
+            problems.append(f"model.l2={l2} must be at least 0")
+        if problems:
+            raise ValueError("; ".join(problems))
         self.save_hyperparameters()
         self._seen: ScoreBatch | None = None
         # float64: the closed form is met to many digits only so, and three scalars cost nothing.
@@ -89,7 +103,7 @@ class Reweight(L.LightningModule):
         self.log("val/loss", self.loss(batch)[0], batch_size=len(batch.query_ids))
 
     def on_fit_end(self) -> None:
-        """Write the run's product, `calibration.json`, at the top of its directory."""
+        """Write the run's product, `calibration.json` and `scores.png`, at the top of its directory."""
         if self._seen is None or not self.trainer.is_global_zero:
             return
         with torch.no_grad():
@@ -107,7 +121,32 @@ class Reweight(L.LightningModule):
         )
         grid = Grid(self._seen.query_ids, *(array.cpu().numpy() for array in self._seen[1:]))
         calibrations = Calibrations(learned, fit_eq9(grid), fit_ranking(grid, l2=self.hparams["l2"]))
-        calibrations.write(Path(self.trainer.default_root_dir) / "calibration.json")
+        self._compare(learned, getattr(calibrations, self.hparams["objective"]))
+        directory = Path(self.trainer.default_root_dir)
+        calibrations.write(directory / "calibration.json")
+        table = getattr(getattr(self.trainer, "datamodule", None), "table", None)
+        if table is not None:
+            title = f"Calibration split, {used} queries: densities of gold and other candidates"
+            picture = score_distributions(table, calibrations, directory / "scores.png", title=title)
+            for logger in self.trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    logger.log_image("calibration/scores", [str(picture)])
+
+    def _compare(self, learned: Calibration, exact: Calibration) -> None:
+        """Print both solutions; warn where the gradient run did not get there."""
+        names = ("w_global", "w_local", "bias")
+        found, wanted = ([getattr(fit, name) for name in names] for fit in (learned, exact))
+        largest = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, wanted, strict=True))
+        texts = (", ".join(f"{value:.4f}" for value in fit) for fit in (found, wanted))
+        both = f"W_g, W_l, B by gradient {next(texts)}, in closed form {next(texts)}"
+        print(f"{learned.objective}: {both}; largest difference {largest:.1e}")  # noqa: T201
+        if largest > TOLERANCE:
+            warnings.warn(
+                f"{learned.objective}: the gradient run differs from the closed form by {largest:.1e} "
+                f"({both}); raise model.max_iter or trainer.max_epochs, or use the closed form: "
+                "calibration.json holds both",
+                stacklevel=2,
+            )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Full-batch L-BFGS with a line search."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -50,6 +51,38 @@ def test_gradient_run_meets_the_closed_form(tmp_path, objective, closed, separat
     assert got.loss == pytest.approx(exact.loss, abs=1e-6)
     assert (got.objective, got.method) == (objective, "gradient")
     assert (got.num_queries, got.num_skipped) == (exact.num_queries, exact.num_skipped)
+
+
+@pytest.mark.parametrize("objective", ["eq9", "ranking"])
+def test_scores_that_hardly_differ(tmp_path, objective, capsys):
+    """S_local = S_global up to 2 %, in a narrow band: still the closed form, and a picture of both."""
+    table = random_table(separation=(1.0, 1.0))
+    close = dataclasses.replace(table, local=table.global_ + 0.02 * (table.local - table.global_))
+    close.write(tmp_path / "scores.parquet")
+    fit(tmp_path / "scores.parquet", tmp_path, objective=objective)
+    got = Calibrations.read(tmp_path / "calibration.json")
+    exact = getattr(got, objective)
+    for name in ("w_global", "w_local", "bias"):
+        assert getattr(got.learned, name) == pytest.approx(getattr(exact, name), rel=1e-3, abs=1e-3), name
+    assert "by gradient" in capsys.readouterr().out
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_cut_short_is_warned_of(tmp_path):
+    """One iteration does not reach the solution: both are shown, and the way out."""
+    path = tmp_path / "scores.parquet"
+    random_table().write(path)
+    model = Reweight(max_iter=1)
+    trainer = L.Trainer(max_epochs=1, logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    with pytest.warns(UserWarning, match="differs from the closed form .*raise model.max_iter"):
+        trainer.fit(model, datamodule=ScoreData(str(path)))
+
+
+@pytest.mark.parametrize("wrong", [{"lr": 0}, {"max_iter": 0}, {"l2": -1}])
+def test_settings_out_of_range_are_named(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"model.{name}="):
+        Reweight(**wrong)
 
 
 def test_only_three_scalars_train():
