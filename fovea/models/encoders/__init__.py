@@ -4,6 +4,20 @@ A file here is a family; its factory is listed below, and its arguments are the 
 """
 
 from fovea.models.encoders.base import Encoder, embed_dtype
-from fovea.models.encoders.clip import ClipEncoder, open_clip, open_clip_from_config, tiny_clip
+from fovea.models.encoders.clip import (
+    ClipEncoder,
+    alpha_clip,
+    open_clip,
+    open_clip_from_config,
+    tiny_clip,
+)
 
-__all__ = ["ClipEncoder", "Encoder", "embed_dtype", "open_clip", "open_clip_from_config", "tiny_clip"]
+__all__ = [
+    "ClipEncoder",
+    "Encoder",
+    "alpha_clip",
+    "embed_dtype",
+    "open_clip",
+    "open_clip_from_config",
+    "tiny_clip",
+]
