@@ -11,13 +11,25 @@ from fovea.models.encoders.clip import (
     open_clip_from_config,
     tiny_clip,
 )
+from fovea.models.encoders.siglip import SiglipEncoder, siglip, siglip_from_config
+from fovea.models.encoders.visualized_bge import (
+    VisualizedBge,
+    visualized_bge,
+    visualized_bge_from_config,
+)
 
 __all__ = [
     "ClipEncoder",
     "Encoder",
+    "SiglipEncoder",
+    "VisualizedBge",
     "alpha_clip",
     "embed_dtype",
     "open_clip",
     "open_clip_from_config",
+    "siglip",
+    "siglip_from_config",
     "tiny_clip",
+    "visualized_bge",
+    "visualized_bge_from_config",
 ]
