@@ -16,6 +16,7 @@ import numpy as np
 from fovea.reweight import CALIBRATED, Calibrations, MissingPhrase, Weights, fuse, local_score
 from fovea.score_table import BEYOND, ScoreTable, draw_negatives
 from fovea.types import FUSIONS, Candidate, Evidence, Phrase, Query, Region, ScoredImage
+from fovea.where import Grounding, IntArray, nothing_grounded
 
 if TYPE_CHECKING:  # torch, faiss and spaCy load when a stage runs
     from fovea.region_bank import RegionBank, RegionEmbeddings
@@ -34,6 +35,22 @@ class Look(NamedTuple):
     images: dict[str, RegionEmbeddings]
 
 
+class Plan(NamedTuple):
+    """What a look will need: known before any region is.
+
+    Attributes:
+        candidates: the K kept of each query.
+        beyond: golds of each query that were not kept.
+        phrases: of each query; none without a local stage.
+        asked: image id → prompt groups asked of it, for every image that will be looked at.
+    """
+
+    candidates: list[list[Candidate]]
+    beyond: list[list[Candidate]]
+    phrases: list[list[Phrase]]
+    asked: dict[str, list[Prompts]]
+
+
 class Cascade:
     """retrieve → what → where → reweight; the constructor's arguments are the stages and their settings."""
 
@@ -41,7 +58,7 @@ class Cascade:
         self,
         retriever: Retriever,
         what: What,
-        where: RegionBank,
+        where: RegionBank | None,
         images: Mapping[str, Mapping[str, Any]],
         *,
         num_candidates: int = 20,
@@ -59,6 +76,7 @@ class Cascade:
             what: questions → phrases of each (`fovea.what.phrases_batch`, or `whole_question` to leave the
                 stage out).
             where: regions of an image and their embeddings by the local encoder; S_local comes from them.
+                None is the coarse stage alone: no phrases, S_local 0.
             images: rows of the images table by id, for every image of the retriever's index.
             num_candidates: K; only these are re-ranked, the rest of the corpus stays behind them.
             among: search the whole `corpus`, or for each query its `own` candidate list only.
@@ -74,6 +92,8 @@ class Cascade:
             raise ValueError(
                 f"fusion `{fusion}` needs a calibration; give one, or choose a static fusion such as `add`"
             )
+        if missing_phrase == "full_mask" and where is not None and not where.whole:
+            raise ValueError("missing_phrase `full_mask` needs a RegionBank with whole=True")
         self.retriever = retriever
         self.what = what
         self.where = where
@@ -94,42 +114,36 @@ class Cascade:
         """All scores of all (query, candidate) pairs; golds that the coarse stage missed are scored too."""
         return self.look(queries).table
 
-    def look(self, queries: Sequence[Query]) -> Look:
-        """Run the stages, all queries at once."""
-        from fovea.retrieve import embed_texts
-        from fovea.where import ground_candidates
-
-        # Coarse.
+    def plan(self, queries: Sequence[Query]) -> Plan:
+        """The coarse stage and the phrases: which regions of which images a look needs."""
         candidates = self.retriever.candidates(queries, k=self.num_candidates, among=self.among)
         beyond = self._golds_beyond(queries, candidates)
-        kept = [(q, c.rank, c) for q, own in enumerate(candidates) for c in own]
-        rows = sorted(kept + [(q, BEYOND, c) for q, own in enumerate(beyond) for c in own], key=_row_order)
+        phrases: list[list[Phrase]] = [[] for _ in queries]
+        asked: dict[str, list[Prompts]] = {}
+        if self.where is not None:
+            phrases = self.what([item.text for item in queries])
+            for kept, lost, own in zip(candidates, beyond, phrases, strict=True):
+                groups = self.where.source.prompts([p.text for p in own])
+                for candidate in kept + lost:
+                    asked.setdefault(candidate.image_id, []).extend(groups)
+        return Plan(candidates, beyond, phrases, asked)
+
+    def look(self, queries: Sequence[Query], plan: Plan | None = None) -> Look:
+        """Run the stages, all queries at once."""
+        plan = plan or self.plan(queries)
+        phrases = plan.phrases
+        kept = [(q, c.rank, c) for q, own in enumerate(plan.candidates) for c in own]
+        rows = sorted(
+            kept + [(q, BEYOND, c) for q, own in enumerate(plan.beyond) for c in own], key=_row_order
+        )
         query = np.array([q for q, _, _ in rows], np.int64)
         rank = np.array([r for _, r, _ in rows], np.int64)
         image_ids = [c.image_id for _, _, c in rows]
-        # What.
-        phrases = self.what([item.text for item in queries])
-        texts = sorted({p.text for own in phrases for p in own} | {item.text for item in queries})
-        vectors = embed_texts(self.where.encoder, texts)
-        place = {text: i for i, text in enumerate(texts)}
-        # Where.
-        source = self.where.source
-        said = [[p.text for p in own] for own in phrases]
-        groups = [source.prompts(own) for own in said]
-        asked: dict[str, list[Prompts]] = {id_: [] for id_ in image_ids}
-        for q, id_ in zip(query, image_ids, strict=True):
-            asked[id_] += groups[q]
-        images = self.where.embed([self.images[id_] for id_ in asked], asked)
-        per_phrase = any(groups)
-        grounding = ground_candidates(
-            [vectors[[place[p.text] for p in own]] for own in phrases],
-            vectors[[place[item.text] for item in queries]],
-            query,
-            image_ids,
-            images,
-            names=[[source.name(own, text) for text in own] for own in said] if per_phrase else None,
-            full_mask_if_missing=self.missing_phrase == "full_mask",
-        )
+        images: dict[str, RegionEmbeddings] = {}
+        grounding = nothing_grounded(len(rows))
+        if self.where is not None:
+            images = self.where.embed([self.images[id_] for id_ in plan.asked], plan.asked)
+            grounding = self._ground(queries, phrases, query, image_ids, images)
         # Reweight.
         counts = np.array([len(own) for own in phrases], np.int64)[query]
         local, weight = local_score(
@@ -163,10 +177,39 @@ class Cascade:
                 "weights": self.weights,
                 "missing_phrase": self.missing_phrase,
                 "negative_seed": self.negative_seed,
-                "where": self.where.key,
+                "where": None if self.where is None else self.where.key,
             },
         )
         return Look(table, phrases, images)
+
+    def _ground(
+        self,
+        queries: Sequence[Query],
+        phrases: Sequence[Sequence[Phrase]],
+        query: IntArray,
+        image_ids: Sequence[str],
+        images: Mapping[str, RegionEmbeddings],
+    ) -> Grounding:
+        """The region of each phrase in each row's image."""
+        from fovea.retrieve import embed_texts
+        from fovea.where import ground_candidates
+
+        assert self.where is not None
+        source = self.where.source
+        said = [[p.text for p in own] for own in phrases]
+        texts = sorted({text for own in said for text in own} | {item.text for item in queries})
+        vectors = embed_texts(self.where.encoder, texts)
+        place = {text: i for i, text in enumerate(texts)}
+        per_phrase = any(source.prompts(own) for own in said)
+        return ground_candidates(
+            [vectors[[place[text] for text in own]] for own in said],
+            vectors[[place[item.text] for item in queries]],
+            query,
+            image_ids,
+            images,
+            names=[[source.name(own, text) for text in own] for own in said] if per_phrase else None,
+            full_mask_if_missing=self.missing_phrase == "full_mask",
+        )
 
     def evidence(self, queries: Sequence[Query], look: Look) -> list[Evidence]:
         """The scores as domain objects, candidates by descending fused score (ties: larger id first)."""
@@ -183,7 +226,7 @@ class Cascade:
 
     def _scored(self, look: Look, row: int, phrases: Sequence[Phrase], score: float) -> ScoredImage:
         table, id_ = look.table, look.table.image_ids[row]
-        known = {region.id: region for region in look.images[id_].regions}
+        known = {region.id: region for region in look.images[id_].regions} if phrases else {}
         image = self.images[id_]
         regions = []
         for t, phrase in enumerate(phrases):

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from fovea import masks
 from fovea.images import ImageReader
-from fovea.models.encoders import Encoder
+from fovea.models.encoders import Encoder, embed_dtype
 from fovea.region_sources import Prompts, RegionSource
 from fovea.types import BoolArray, FloatArray, Region, UInt8Array
 
@@ -55,7 +55,8 @@ class RegionEmbeddings:
 
     Attributes:
         regions: the R regions.
-        vectors: float32 [R + 1, D], unit length; the last row is the whole image under a full mask.
+        vectors: float32 [R + 1, D], unit length; the last row is the whole image under a full mask, or zero
+            where nobody asked for it.
         cells: bool [C, R + 1], which regions cover the pixels of each cell; the last column is True.
         areas: float64 [C], share of the image's pixels in each cell, summing to 1.
     """
@@ -114,6 +115,7 @@ def embed_regions(
     reader: ImageReader,
     *,
     view: View,
+    whole: bool = True,
     batch_size: int = 256,
 ) -> Iterator[tuple[str, FloatArray, BoolArray, Float64Array]]:
     """Embed every region of every image, and each image under a full mask; batches run across images.
@@ -123,6 +125,7 @@ def embed_regions(
         images: rows of the images table with their regions.
         reader: gives the pixels; a bad image raises, since the coarse stage found it.
         view: how a region is shown.
+        whole: embed the image under a full mask as well; else its row is zero.
         batch_size: crops a forward pass.
 
     Yields:
@@ -136,20 +139,21 @@ def embed_regions(
         region_mask = np.concatenate(
             [region_masks(regions, height, width), np.ones((1, height, width), bool)]
         )
-        shown = [_show(encoder, image, mask, view) for mask in region_mask]
+        shown = [_show(encoder, image, mask, view) for mask in (region_mask if whole else region_mask[:-1])]
+        side = encoder.transform.size
         work = _Work(
             row["id"],
             *partition(region_mask),
-            np.stack([p for p, _ in shown]),
-            np.stack([a for _, a in shown]),
+            np.array([p for p, _ in shown], np.uint8).reshape(-1, side, side, 3),
+            np.array([a for _, a in shown], np.uint8).reshape(-1, 1, side, side),
         )
         if pending and num + len(shown) > batch_size:
-            yield from _encode(encoder, pending, batch_size)
+            yield from _encode(encoder, pending, batch_size, whole)
             pending, num = [], 0
         pending.append(work)
         num += len(shown)
     if pending:
-        yield from _encode(encoder, pending, batch_size)
+        yield from _encode(encoder, pending, batch_size, whole)
 
 
 def _show(encoder: Encoder, image: UInt8Array, mask: BoolArray, view: View) -> tuple[UInt8Array, UInt8Array]:
@@ -167,20 +171,20 @@ def _show(encoder: Encoder, image: UInt8Array, mask: BoolArray, view: View) -> t
 
 
 def _encode(
-    encoder: Encoder, work: Sequence[_Work], batch_size: int
+    encoder: Encoder, work: Sequence[_Work], batch_size: int, whole: bool
 ) -> Iterator[tuple[str, FloatArray, BoolArray, Float64Array]]:
     import torch
 
-    device = encoder.logit_scale.device
+    device, dtype = encoder.logit_scale.device, embed_dtype(encoder)
     pixels = np.concatenate([item.pixels for item in work])
     alpha = np.concatenate([item.alpha for item in work])
-    parts = []
+    parts = [np.zeros((0, encoder.embed_dim), np.float32)]
     with torch.inference_mode():
         for start in range(0, len(pixels), batch_size):
             shown = encoder.transform.normalise(
                 torch.from_numpy(pixels[start : start + batch_size]).to(device)
-            )
-            where = torch.from_numpy(alpha[start : start + batch_size]).to(device).float()
+            ).to(dtype)
+            where = torch.from_numpy(alpha[start : start + batch_size]).to(device, dtype)
             parts.append(encoder.encode_image(shown, where).float().cpu().numpy())
     vectors = np.concatenate(parts)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -191,7 +195,10 @@ def _encode(
             raise ValueError(
                 f"image {item.id}: a region's embedding is NaN, infinite or zero; check the weights"
             )
-        yield item.id, vectors[own] / lengths[own], item.cells, item.areas
+        unit = vectors[own] / lengths[own]
+        if not whole:
+            unit = np.concatenate([unit, np.zeros((1, encoder.embed_dim), np.float32)])
+        yield item.id, unit, item.cells, item.areas
 
 
 class RegionBank:
@@ -209,6 +216,7 @@ class RegionBank:
         reader: ImageReader,
         *,
         view: View,
+        whole: bool = True,
         cache: str | Path | None = None,
         fingerprint: str = "",
         tables_key: str = "",
@@ -223,6 +231,7 @@ class RegionBank:
             source: where regions come from.
             reader: gives pixels.
             view: how a region is shown to the encoder.
+            whole: embed each image under a full mask as well; only missing_phrase `full_mask` needs it.
             cache: directory for all caches, or None to keep nothing on disk.
             fingerprint: of the encoder's weights; needed for a cache.
             tables_key: hash of the tables' manifest: other tables may use the same image ids.
@@ -238,21 +247,36 @@ class RegionBank:
         self.source = source
         self.reader = reader
         self.view = view
+        self.whole = whole
         self.batch_size = batch_size
         self.images_per_shard = images_per_shard
         self.progress = progress
         self.seconds = 0.0  # spent in `embed` so far
-        self.key = {"encoder": fingerprint, "regions": source.key, "view": asdict(view), "tables": tables_key}
+        self.key: dict[str, Any] = {
+            "encoder": fingerprint,
+            "regions": source.key,
+            "view": asdict(view),
+            "tables": tables_key,
+        }
+        if not whole:
+            self.key["whole"] = False
         self._memory: dict[str, RegionEmbeddings] = {}
         self._stored: dict[str, tuple[pa.RecordBatch, int]] = {}
+        self._opened: set[Path] = set()
         self._directory: Path | None = None
         if cache is not None:
             text = json.dumps(self.key, indent=1, sort_keys=True)
             self._directory = Path(cache) / hashlib.sha256(text.encode()).hexdigest()[:16]
             self._directory.mkdir(parents=True, exist_ok=True)
             (self._directory / "manifest.json").write_text(text + "\n")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Read what other processes have added to the cache since."""
+        if self._directory is not None:
             for path in sorted(self._directory.glob("part-*.arrow")):
-                self._open(path)
+                if path not in self._opened:
+                    self._open(path)
 
     def embed(
         self, rows: Iterable[Mapping[str, Any]], asked: Mapping[str, Sequence[Prompts]] | None = None
@@ -281,6 +305,7 @@ class RegionBank:
             ((by_id[id_], regions[names[id_]]) for id_ in new),
             self.reader,
             view=self.view,
+            whole=self.whole,
             batch_size=self.batch_size,
         )
         shard: list[tuple[str, FloatArray, BoolArray, Float64Array]] = []
@@ -319,6 +344,7 @@ class RegionBank:
         self._open(path)
 
     def _open(self, path: Path) -> None:
+        self._opened.add(path)
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for i in range(reader.num_record_batches):
             batch = reader.get_batch(i)

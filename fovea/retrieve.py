@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fovea.images import ImageReader
 from fovea.index.dense import DenseIndex
-from fovea.models.encoders import Encoder
+from fovea.models.encoders import Encoder, embed_dtype
 from fovea.tables import Tables
 from fovea.types import Candidate, FloatArray, Query
 
@@ -103,7 +103,8 @@ def embed_images(
         if kept:
             batch = torch.from_numpy(np.stack(pixels)).to(encoder.logit_scale.device)
             with torch.inference_mode():
-                parts.append(_unit(encoder.encode_image(encoder.transform.normalise(batch)), kept))
+                shown = encoder.transform.normalise(batch).to(embed_dtype(encoder))
+                parts.append(_unit(encoder.encode_image(shown), kept))
             ids += kept
     return ids, np.concatenate(parts)
 

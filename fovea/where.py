@@ -45,6 +45,14 @@ class Grounding(NamedTuple):
     eq4: Float64Array
 
 
+def nothing_grounded(num_rows: int, width: int = 0) -> Grounding:
+    """[M, T] of phrases that mean no region."""
+    shape = (num_rows, width)
+    return Grounding(
+        np.full(shape, -1, np.int64), np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+    )
+
+
 def ground(phrases_TD: FloatArray, regions_RD: FloatArray) -> tuple[IntArray, FloatArray]:
     """The most similar region of each phrase, the first of equal ones.
 
@@ -107,12 +115,7 @@ def ground_candidates(
     padded = np.zeros((len(phrases), width, questions_QD.shape[1]), np.float32)
     for q, own in enumerate(phrases):
         padded[q, : len(own)] = own
-    out = Grounding(
-        np.full((num_rows, width), -1, np.int64),
-        np.full((num_rows, width), np.nan),
-        np.full((num_rows, width), np.nan),
-        np.zeros((num_rows, width)),
-    )
+    out = nothing_grounded(num_rows, width)
     rows_of: dict[str, list[int]] = {}
     for row, image_id in enumerate(image_ids):
         rows_of.setdefault(image_id, []).append(row)

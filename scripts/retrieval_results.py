@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from fovea.score_table import ScoreTable
     from fovea.types import Evidence, Query, Region
 
-INTERVALS = ("recall@1", "recall@2", "recall@5", "recall@10", "recall@20", "mrr")
 STATIC = ("global", "local", "add", "multiply")
 NUM_MASKS = 5  # queries.jsonl holds the masks of this many candidates, and of the gold images
 MARGIN = 0.03  # non-inferiority margin of the calibrated rule, in recall@1
@@ -61,7 +61,11 @@ def runs(table: ScoreTable, fused: np.ndarray, gold: dict[str, Any]) -> dict[str
 def summarise(
     table: ScoreTable, results: dict[str, RetrievalResult], splits: Sequence[str], bootstrap: int
 ) -> dict[str, Any]:
-    """Means over galleries, their spread, intervals over pooled queries, and the paired comparisons."""
+    """Means over galleries, their spread, intervals over pooled queries, and the paired comparisons.
+
+    Intervals and comparisons are those of recall (and, where a query has several positives, of hit), and of
+    MRR and nDCG at the largest cut-off.
+    """
     import numpy as np
 
     from fovea.metrics.retrieval import bootstrap_interval, paired_bootstrap
@@ -88,14 +92,19 @@ def summarise(
             for name, result in results.items()
         }
 
-    first = {name: result.per_query["recall@1"] for name, result in results.items()}
+    ks = next(iter(results.values())).ks
+    metrics = [f"recall@{k}" for k in ks] + ["mrr", f"ndcg@{ks[-1]}"]
+    if (table.num_gold > 1).any():
+        metrics += [f"hit@{k}" for k in ks]
+    metric = f"recall@{ks[0]}"
+    first = {name: result.per_query[metric] for name, result in results.items()}
     best = max((name for name in STATIC if name in first), key=lambda name: first[name].mean())
     comparisons = []
     for a, b in dict.fromkeys([("local", "global"), ("learned", "global"), ("learned", best)]):
         if a in first:
             interval = paired_bootstrap(first[a], first[b], n=bootstrap)
             row = {
-                "metric": "recall@1",
+                "metric": metric,
                 "a": a,
                 "b": b,
                 "difference": interval.mean,
@@ -109,12 +118,40 @@ def summarise(
         "retrieval": over(np.mean),
         "spread": over(lambda values: np.std(values, ddof=1)) if len(scored) > 1 else None,
         "intervals": {
-            name: {m: list(bootstrap_interval(result.per_query[m], n=bootstrap)[1:]) for m in INTERVALS}
+            name: {m: list(bootstrap_interval(result.per_query[m], n=bootstrap)[1:]) for m in metrics}
             for name, result in results.items()
         },
         "galleries": galleries,
         "best_static": best,
         "comparisons": comparisons,
+    }
+
+
+def tie_bounds(
+    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+    results: Mapping[str, RetrievalResult],
+    gold: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The tie rule, and how far any other could move recall: fusion → metric → (pessimistic, optimistic).
+
+    Only what ties move is listed.
+    """
+    from fovea.metrics.retrieval import evaluate
+
+    bounds: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, run in found.items():
+        if all(len(set(scores.values())) == len(scores) for scores in run.values()):
+            continue
+        low, high = (
+            evaluate(run, gold, ks=results[name].ks, ties=rule).mean for rule in ("pessimistic", "optimistic")
+        )
+        moved = {m: (low[m], high[m]) for m in low if m.startswith("recall@") and low[m] != high[m]}
+        if moved:
+            bounds[name] = moved
+    return {
+        "rule": "by_id",
+        "about": "equal scores: the larger document id first, as trec_eval",
+        "bounds": bounds,
     }
 
 
@@ -125,6 +162,7 @@ def coverage(galleries: Sequence[Gallery], table: ScoreTable, gold: dict[str, An
         "queries": len(table.query_ids),
         "queries_evaluated": len(gold),
         "queries_without_gold": len(table.query_ids) - len(gold),
+        "queries_with_several_gold": int((table.num_gold > 1).sum()),
         "queries_with_gold_in_top_k": sum(bool(kept[a:b].any()) for a, b in spans(table)),
         "gold_images_absent": sum(gallery.absent for gallery in galleries),
         "phrases": sum(map(len, table.phrase_ids)),
@@ -136,7 +174,7 @@ def write_queries(path: Path, galleries: Sequence[Gallery], calibrations: Calibr
     """One JSON line a query: phrases, and candidates before and after reweighting with their regions."""
     from fovea.reweight import fuse
 
-    with path.open("w") as file:
+    with replacing(path) as file:
         for gallery in galleries:
             table = gallery.look.table
             learned = None if calibrations is None else fuse("learned", table, calibrations)
@@ -175,6 +213,33 @@ def write_queries(path: Path, galleries: Sequence[Gallery], calibrations: Calibr
                 file.write(json.dumps(line) + "\n")
 
 
+def write_per_query(path: Path, table: ScoreTable, results: Mapping[str, RetrievalResult]) -> None:
+    """One JSON line a query and fusion: every metric."""
+    split_of = dict(zip(table.query_ids, table.splits, strict=True))
+    with replacing(path) as file:
+        for name, result in results.items():
+            for i, query_id in enumerate(result.query_ids):
+                row = {"query_id": query_id, "split": split_of[query_id], "fusion": name}
+                row |= {metric: round(float(values[i]), 6) for metric, values in result.per_query.items()}
+                file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Write a file beside and rename it when it is whole: a kill leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = path.with_name(f".{path.name}.writing")
+    with writing.open("w") as file:
+        yield file
+    writing.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`replacing`, for what is at hand."""
+    with replacing(path) as file:
+        file.write(text)
+
+
 def region_json(region: Region, *, mask: bool) -> dict[str, Any]:
     """A region as queries.jsonl holds it."""
     row = {"phrase_id": region.phrase_id, "box": region.box.tolist()} | region.scores
@@ -191,7 +256,9 @@ def show(report: dict[str, Any], out: Path) -> None:
     from rich.table import Table
 
     console = Console()
-    metrics = ("recall@1", "recall@5", "recall@10", "recall@20", "mrr")
+    ks = report["settings"]["ks"]
+    several = report["coverage"]["queries_with_several_gold"]
+    metrics = [f"recall@{k}" for k in ks] + ([f"hit@{k}" for k in ks] if several else []) + ["mrr"]
     galleries = report["galleries"]
     table = Table(
         title=f"retrieval in the corpus `{report['corpus']['name']}`"
@@ -206,10 +273,7 @@ def show(report: dict[str, Any], out: Path) -> None:
         for metric in metrics:
             spread = "" if report["spread"] is None else f" ± {100 * report['spread'][name][metric]:.1f}"
             low, high = report["intervals"][name][metric]
-            cells.append(
-                f"{100 * row[metric]:.1f}{spread}"
-                + (f" \\[{100 * low:.0f}–{100 * high:.0f}]" if metric == "recall@1" else "")
-            )
+            cells.append(f"{100 * row[metric]:.1f}{spread} \\[{100 * low:.0f}–{100 * high:.0f}]")
         table.add_row(name, *cells)
     console.print(table)
     for name, fit in (report["calibration"] or {}).items():

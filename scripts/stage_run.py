@@ -141,6 +141,14 @@ class Run:
         link = self.directory / stage.name
         if link.is_symlink():
             link.unlink()
+        elif link.exists():
+            stamp = self.directory / ".stages" / f"{stage.name}.json"
+            if not stamp.exists():
+                raise Failure(
+                    f"{link} exists and was not made by this runner; move it away or choose another --out"
+                )
+            shutil.rmtree(link)  # of a graph in which this stage was not shared yet
+            stamp.unlink()
         link.symlink_to(os.path.relpath(place, self.directory), target_is_directory=True)
         return self.shared / ".stages" / f"{place.name}.json"
 

@@ -53,6 +53,8 @@ class WrittenEncoder(Encoder):
 class WrittenRegions:
     """A region bank whose embeddings are written down."""
 
+    whole = True
+
     def __init__(self, encoder, images):
         self.encoder, self.images, self.key, self.asked = encoder, images, {"written": True}, []
 

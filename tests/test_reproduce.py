@@ -127,6 +127,10 @@ def test_runs_once_then_skips_then_follows_a_change(rows: Path) -> None:
     )
     assert (rows.parent / "count-world").read_text() == "x"
 
+    edit(rows, lambda row: row["stages"][1].update(shared=True))
+    assert reproduce(rows).returncode == 0
+    assert (run / "train").is_symlink(), "a stage that became shared leaves its old place"
+
     assert reproduce(rows, "--force").returncode == 0
     assert (rows.parent / "count-world").read_text() == "xx"
 

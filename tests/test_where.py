@@ -202,6 +202,21 @@ def test_regions_are_embedded_as_shown(encoder, tables, view, batch_size):
     assert box[:, :25].all() and not box[:, 25:].any()
 
 
+def test_the_whole_image_only_where_it_is_asked_for(encoder, tables, tmp_path):
+    """Same region vectors, a row of zeros for the whole image, in a cache of its own."""
+    rows = list(tables.rows("images"))
+    full = bank(encoder, tables, AnnotatedRegions(tables)).embed(rows)
+    options = {"whole": False, "fingerprint": "f", "tables_key": "t", "cache": tmp_path}
+    for _ in range(2):  # made, then read
+        part = bank(encoder, tables, AnnotatedRegions(tables), **options).embed(rows)
+        for id_, found in full.items():
+            np.testing.assert_allclose(part[id_].vectors[:-1], found.vectors[:-1], atol=1e-6)
+            assert not part[id_].vectors[-1].any()
+            np.testing.assert_array_equal(part[id_].cells, found.cells)
+    other = bank(encoder, tables, AnnotatedRegions(tables), **options | {"whole": True}).embed(rows)
+    assert other[rows[0]["id"]].vectors[-1].any()
+
+
 def test_cache_answers_instead_of_the_encoder(encoder, tables, tmp_path):
     """The same key encodes nothing and yields the same; another view or more images encode again."""
     rows = list(tables.rows("images"))

@@ -20,6 +20,7 @@ _SETTINGS = (
     "preprocessor_config.json",
     "processor_config.json",
     "tokenizer.json",
+    "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,13 @@ def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
 def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
     """(stage, figure) for every `metrics.csv` below the run: losses, and recalls where there are any."""
     curves = []
-    for path in sorted(run_dir.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime):
+    # Stages that runs share are links, which rglob does not follow.
+    logs = [
+        Path(at) / "metrics.csv"
+        for at, _, names in os.walk(run_dir, followlinks=True)
+        if "metrics.csv" in names
+    ]
+    for path in sorted(logs, key=lambda path: path.stat().st_mtime):
         series = read_log(path)
         groups = [
             {name: points for name, points in series.items() if kind in name} for kind in ("loss", "recall")

@@ -11,6 +11,7 @@ from fovea.models.encoders.clip import (
     open_clip_from_config,
     tiny_clip,
 )
+from fovea.models.encoders.internvl import InternVLEncoder, internvl, internvl_from_config
 from fovea.models.encoders.siglip import SiglipEncoder, siglip, siglip_from_config
 from fovea.models.encoders.visualized_bge import (
     VisualizedBge,
@@ -21,10 +22,13 @@ from fovea.models.encoders.visualized_bge import (
 __all__ = [
     "ClipEncoder",
     "Encoder",
+    "InternVLEncoder",
     "SiglipEncoder",
     "VisualizedBge",
     "alpha_clip",
     "embed_dtype",
+    "internvl",
+    "internvl_from_config",
     "open_clip",
     "open_clip_from_config",
     "siglip",
