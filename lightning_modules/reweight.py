@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor, nn
 
 from fovea.batches import ScoreBatch
-from fovea.report.figures import score_distributions
+from fovea.figures import score_distributions
 from fovea.reweight import (
     Calibration,
     Calibrations,

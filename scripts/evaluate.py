@@ -66,8 +66,8 @@ def retrieval(
         ks: cut-offs of recall, hit, precision and nDCG.
         bootstrap: resamples of the intervals.
     """
+    from fovea import figures
     from fovea.metrics.retrieval import evaluate
-    from fovea.report import figures
     from fovea.reweight import CALIBRATED, Calibrations, fuse
     from fovea.types import FUSIONS
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
+from fovea.figures import COLOURS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -19,10 +21,6 @@ if TYPE_CHECKING:
 # Stand-ins that matplotlib draws with and the page replaces by its own colours.
 _INK, _MUTED, _LINE = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _MUTED: "var(--muted)", _LINE: "var(--line)"}
-COLOURS = {
-    "global": "#8b93a1", "local": "#3f8fd2", "local_eq5": "#8cc3ee", "add": "#d9822b", "multiply": "#b265c9",
-    "eq9": "#cf4f5f", "ranking": "#7a9e3d", "learned": "#12998c",
-}  # fmt: skip
 _CYCLE = list(COLOURS.values())
 
 

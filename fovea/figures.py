@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from fovea.report.plots import COLOURS
 from fovea.reweight import Calibrations, fuse
 from fovea.score_table import ScoreTable
 
+COLOURS = {
+    "global": "#8b93a1", "local": "#3f8fd2", "local_eq5": "#8cc3ee", "add": "#d9822b", "multiply": "#b265c9",
+    "eq9": "#cf4f5f", "ranking": "#7a9e3d", "learned": "#12998c",
+}  # fmt: skip
 GOLD, OTHERS = "#d39a12", "#8b93a1"
 
 
