@@ -89,8 +89,8 @@ def test_mmqa_normal_form(span, normal):
 
 
 def test_mmqa_f1_by_hand():
-    """Gold [a b c, 7 d], predicted [b c, 8 d]: 0.8 for the first pair (P 1, R 2/3), 0 for the second, whose
-    numbers differ, though it shares "d"; mean 0.4. A third prediction divides by 3: 0.27."""
+    """Gold [x y z, 7 w], predicted [y z, 8 w]: 0.8 for the first pair (P 1, R 2/3), 0 for the second, whose
+    numbers differ, though it shares "w"; mean 0.4. A third prediction divides by 3: 0.27."""
     gold = ["x y z", "7 w"]
     assert mmqa.list_f1(["y z", "8 w"], gold) == 0.4
     assert mmqa.list_f1(["8 w", "q", "y z"], gold) == 0.27

@@ -9,10 +9,9 @@ Nothing is downloaded here and nothing stands in for the model. `Bem` opens a lo
     config.json         a BertForSequenceClassification with `num_labels: 2` and `type_vocab_size: 3`
     model.safetensors   its weights
     vocab.txt           the uncased vocabulary, one piece a line
-Convert the SavedModel's variables to that layout once, where TensorFlow is installed. A TensorFlow BERT that
-has two segment embeddings gives segment 2 a zero vector (a one-hot lookup beyond the table): its third row is
-then zero. Check a conversion against the SavedModel before you report numbers from it: we could not run
-either.
+Convert the SavedModel's variables to that layout once, where TensorFlow is installed. If it has only two
+segment embeddings, the third row is probably zero (TensorFlow's one-hot lookup gives zeros beyond its table):
+we could run neither the SavedModel nor a conversion, so compare the two before you report numbers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ questions; the final score is the harmonic mean of the splits unseen_question an
 Traps that are part of the rule: only predicted questions are counted, so one right answer of two scores 100;
 a question predicted twice counts twice; the code does not tolerate a year (its docstring says ±1), the list
 of references does; "three" and "" are read as [0, 0], which a range around 0 accepts; ".5" is read as 5;
-no "-" before a number after a digit is a sign. `infoseek_full` is that rule; `infoseek_full_over_gold` is
+a "-" right after a digit is never a sign. `infoseek_full` is that rule; `infoseek_full_over_gold` is
 the honest one, whose denominators are the gold questions.
 """
 
