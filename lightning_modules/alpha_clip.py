@@ -308,8 +308,9 @@ class AlphaClip(L.LightningModule):
             return {}, len(images), len(queries)
         scores = queries @ images.T
         gold = scores.masked_fill(image_ids[None] != gold_ids[:, None], -math.inf).amax(1, keepdim=True)
-        # Pessimistic ties (every equal score counts as ahead): a collapsed encoder scores zero, not 100 %.
-        ahead = ((scores >= gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
+        # Pessimistic: what is not below counts as ahead, so that a collapsed encoder (all scores equal) and a
+        # diverged one (NaN, which no comparison holds for) score zero, not 100 %.
+        ahead = (~(scores < gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
         recall = {k: (ahead < k).float().mean() for k in self.hparams["recall_at"]}
         return recall, len(images), len(queries)
 

@@ -170,10 +170,13 @@ def test_pictures_as_partners(tmp_path: Path) -> None:
     assert (batch.partner_pixels != batch.pixels).any()
 
 
-def test_collapsed_encoder_scores_zero() -> None:
-    """All embeddings equal: every gold is tied with all others, so pessimistic R@1 is 0, not 1."""
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_collapsed_encoder_scores_zero(value: float) -> None:
+    """All embeddings equal: every gold is tied with all others, so pessimistic R@1 is 0, not 1. All NaN, as
+    after a step that diverged: 0 as well, or that checkpoint would be kept as the best.
+    """
     encoder = tiny_clip(list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
-    torch.nn.init.zeros_(encoder.get_parameter("clip.visual.proj.weight"))
+    torch.nn.init.constant_(encoder.get_parameter("clip.visual.proj.weight"), value)
     module = AlphaClip(encoder)
     run = trainer(limit_val_batches=1.0)
     run.validate(module, gallery(), verbose=False)
