@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,18 +79,26 @@ def _unpacked(path: Path) -> Any:
                 f"{path} is no whole safetensors file ({error}); fetch or export it again"
             ) from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as not_plain:
-        try:
+        if _is_torchscript(path):
             # An archive is a program, but torch.jit runs it in TorchScript's own sandbox: no Python is
-            # unpickled.
-            return torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            raise ValueError(
-                f"{path} is neither a state dict of tensors nor a TorchScript archive "
-                f"({type(not_plain).__name__}); it may be cut short, or hold Python objects, which are not "
-                "loaded"
-            ) from not_plain
+            # unpickled. That torch gives TorchScript up is nothing that the owner of the file could change.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                archive = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+            return archive.state_dict()
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is neither a state dict of tensors nor a TorchScript archive ({type(error).__name__}); "
+            "it may be cut short, or hold Python objects, which are not loaded"
+        ) from error
+
+
+def _is_torchscript(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def find_file(base: str | Path) -> Path:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fovea.images import ImageTransform
@@ -116,6 +117,7 @@ def siglip(path: str) -> Encoder:
         FileNotFoundError: no such model, or a file of it is missing.
         ValueError: a NaFlex variant, another model, or weights that do not fit its config.
     """
+    from safetensors import SafetensorError
     from transformers import SiglipModel
 
     directory, kind = model_directory(path, ("siglip", "siglip2"))
@@ -125,9 +127,12 @@ def siglip(path: str) -> Encoder:
             "fixed resolution, such as google/siglip2-so400m-patch14-384"
         )
     mean, std, resample, side = _pixels(directory)
-    model, info = SiglipModel.from_pretrained(
-        directory, dtype="float32", output_loading_info=True, local_files_only=True
-    )
+    try:
+        model, info = SiglipModel.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{directory}: model.safetensors is damaged or cut short ({error})") from error
     check_loaded(directory, info)
     tokenizer = JsonTokenizer(**_texts(directory, model.config.text_config.max_position_embeddings))
     transform = _transform(model.config, mean, std, resample)
