@@ -156,7 +156,14 @@ def candidates(settings: Settings) -> None:
     print(f"{len(prompts):,} candidates of {len(set(rows['query_id'])):,} queries → {path}")
 
 
-def encoder(source: str, tables: str, num: int = 8, device: str = "cpu", dtype: str = "float32") -> None:
+def encoder(
+    source: str,
+    tables: str,
+    num: int = 8,
+    device: str = "cpu",
+    dtype: str = "float32",
+    out: str | None = None,
+) -> None:
     """Load an encoder, embed a few images and texts, print what came out as JSON: a smoke test of its files.
 
     Args:
@@ -165,8 +172,15 @@ def encoder(source: str, tables: str, num: int = 8, device: str = "cpu", dtype: 
         num: how many of each.
         device: where it runs.
         dtype: floating type of its weights.
+        out: JSON file that gets the same under `encoders`, by the name of `source`, beside what it holds.
     """
-    print(json.dumps(smoke(source, tables, num, device, dtype), indent=1))
+    found = smoke(source, tables, num, device, dtype)
+    print(json.dumps(found, indent=1))
+    if out is not None:
+        path = Path(out)
+        known = json.loads(path.read_text()) if path.is_file() else {"smoke": True, "encoders": {}}
+        known["encoders"][Path(source).stem] = found
+        write_text(path, json.dumps(known, indent=1) + "\n")
 
 
 def report(run_dir: str, tables: str | None = None, limit: int = 40, seed: int = 0) -> None:

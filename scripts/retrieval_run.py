@@ -293,6 +293,7 @@ def smoke(source: str, directory: str, num: int, device: str, dtype: str) -> dic
         "parameters": sum(p.numel() for p in encoder.parameters()),
         "images": len(ids),
         "texts": len(texts),
+        "embedded": int(np.isfinite(cosines).all(0).sum()),
         "finite": bool(np.isfinite(cosines).all()),
         "cosines": {"min": float(cosines.min()), "mean": float(cosines.mean()), "max": float(cosines.max())},
         "seconds": {"load": loaded - start, "embed": time.perf_counter() - loaded},
