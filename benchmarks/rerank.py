@@ -57,7 +57,8 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Any]:
 
     from fovea.images import ImageReader
     from fovea.models.encoders import open_clip, open_clip_from_config
-    from fovea.region_bank import RegionBank, View, _show, region_masks
+    from fovea.region_bank import RegionBank, View, region_masks
+    from fovea.region_embeddings import _show
     from fovea.region_sources import AnnotatedRegions
     from fovea.retrieve import embed_texts
     from fovea.reweight import local_score

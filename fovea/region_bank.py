@@ -1,8 +1,4 @@
-"""Image → region embeddings, made once, independent of any query, and kept on disk.
-
-Shapes: `R` regions of one image, `D` embedding width, `C` cells of one image: sets of pixels under the same
-regions.
-"""
+"""Regions of many images → their embeddings, made once, independent of any query, and kept on disk."""
 
 from __future__ import annotations
 
@@ -11,194 +7,46 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from fovea import masks
 from fovea.images import ImageReader
-from fovea.models.encoders import Encoder, embed_dtype
+from fovea.models.encoders import Encoder
+from fovea.region_embeddings import (
+    Float64Array,
+    RegionEmbeddings,
+    View,
+    embed_regions,
+    partition,
+    region_masks,
+)
 from fovea.region_sources import Prompts, RegionSource
-from fovea.types import BoolArray, FloatArray, Region, UInt8Array
+from fovea.types import BoolArray, FloatArray, Region
 
-Float64Array = np.ndarray[Any, np.dtype[np.float64]]
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class View:
-    """How a region is shown to the local encoder (METHOD.md 1.3); must be the view it was trained on.
-
-    Attributes:
-        background: `remove` takes away what is outside the mask, the paper's I ⊙ m; `keep` passes the mask
-            as alpha only.
-        crop: cut the square around the region, so that a small one fills the input.
-        margin: the crop grows by this share of its side on every edge.
-        fill: what a removed pixel becomes: the encoder's `mean`, 0 in its normalised input, or `black`. On
-            the embedded world a CLIP that never saw black surroundings named 16 % of the exact regions on
-            black, 96 % on the mean.
-    """
-
-    background: Literal["remove", "keep"] = "remove"
-    crop: bool = False
-    margin: float = 0.1
-    fill: Literal["mean", "black"] = "mean"
+__all__ = ["RegionBank", "RegionEmbeddings", "View", "pack", "partition", "region_masks"]
 
 
-@dataclass(frozen=True, eq=False)
-class RegionEmbeddings:
-    """Everything that grounding needs of one image.
-
-    Attributes:
-        regions: the R regions.
-        vectors: float32 [R + 1, D], unit length; the last row is the whole image under a full mask, or zero
-            where nobody asked for it.
-        cells: bool [C, R + 1], which regions cover the pixels of each cell; the last column is True.
-        areas: float64 [C], share of the image's pixels in each cell, summing to 1.
-    """
-
-    regions: tuple[Region, ...]
-    vectors: FloatArray
-    cells: BoolArray
-    areas: Float64Array
-
-
-def partition(masks_RHW: BoolArray) -> tuple[BoolArray, Float64Array]:
-    """Split an image into cells of pixels that lie under the same masks.
-
-    Eq. 4 for any choice of regions then costs a sum over cells instead of one over pixels, and is exact.
-
-    Returns:
-        bool [C, R] and float64 [C], the share of the pixels in each cell.
-    """
-    flat = masks_RHW.reshape(len(masks_RHW), int(np.prod(masks_RHW.shape[1:])))
-    label = np.zeros(flat.shape[1], np.int64)
-    for r, mask in enumerate(flat):
-        label = 2 * label + mask
-        if r % 32 == 31:  # renumber before 64 bits run out
-            label = np.unique(label, return_inverse=True)[1]
-    _, first, count = np.unique(label, return_index=True, return_counts=True)
-    return np.ascontiguousarray(flat[:, first].T), count / flat.shape[1]
-
-
-def region_masks(regions: Sequence[Region], height: int, width: int) -> BoolArray:
-    """Masks bool [R, H, W]; a region known by its box alone is its box."""
-    sizes = {tuple(region.mask["size"]) for region in regions if region.mask is not None}
-    if sizes - {(height, width)}:
-        raise ValueError(f"masks of size {sorted(sizes)} (H, W) for an upright image of {(height, width)}")
-    out = np.zeros((len(regions), height, width), bool)
-    for r, region in enumerate(regions):
-        if region.mask is None:
-            out[r] = masks.from_boxes(region.box[None], height, width)[0]
-        else:
-            out[r] = masks.decode(region.mask)
-    return out
-
-
-class _Work(NamedTuple):
-    """One image on its way through the encoder."""
-
-    id: str
-    cells: BoolArray
-    areas: Float64Array
-    pixels: UInt8Array  # [R + 1, S, S, 3]
-    alpha: UInt8Array  # [R + 1, 1, S, S]
-
-
-def embed_regions(
-    encoder: Encoder,
-    images: Iterable[tuple[Mapping[str, Any], Sequence[Region]]],
-    reader: ImageReader,
-    *,
-    view: View,
-    whole: bool = True,
-    batch_size: int = 256,
-) -> Iterator[tuple[str, FloatArray, BoolArray, Float64Array]]:
-    """Embed every region of every image, and each image under a full mask; batches run across images.
+def pack(counts: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Positions of images, in order, in groups of at most `batch_size` crops; one image may exceed it alone.
 
     Args:
-        encoder: in evaluation mode.
-        images: rows of the images table with their regions.
-        reader: gives the pixels; a bad image raises, since the coarse stage found it.
-        view: how a region is shown.
-        whole: embed the image under a full mask as well; else its row is zero.
+        counts: crops of each image.
         batch_size: crops a forward pass.
-
-    Yields:
-        image id, vectors [R + 1, D], cells [C, R + 1], areas [C] (see `RegionEmbeddings`).
     """
-    pending: list[_Work] = []
+    groups: list[list[int]] = []
     num = 0
-    for row, regions in images:
-        image = reader.read(dict(row))
-        height, width = image.shape[:2]
-        region_mask = np.concatenate(
-            [region_masks(regions, height, width), np.ones((1, height, width), bool)]
-        )
-        shown = [_show(encoder, image, mask, view) for mask in (region_mask if whole else region_mask[:-1])]
-        side = encoder.transform.size
-        work = _Work(
-            row["id"],
-            *partition(region_mask),
-            np.array([p for p, _ in shown], np.uint8).reshape(-1, side, side, 3),
-            np.array([a for _, a in shown], np.uint8).reshape(-1, 1, side, side),
-        )
-        if pending and num + len(shown) > batch_size:
-            yield from _encode(encoder, pending, batch_size, whole)
-            pending, num = [], 0
-        pending.append(work)
-        num += len(shown)
-    if pending:
-        yield from _encode(encoder, pending, batch_size, whole)
-
-
-def _show(encoder: Encoder, image: UInt8Array, mask: BoolArray, view: View) -> tuple[UInt8Array, UInt8Array]:
-    # A full mask is the whole image, whatever the view: no margin around it.
-    fill = encoder.transform.mean_pixel if view.fill == "mean" else (0, 0, 0)
-    patch, alpha = masks.region_view(
-        image,
-        mask,
-        background=view.background,
-        crop=view.crop and not mask.all(),
-        margin=view.margin,
-        fill=fill,
-    )
-    return encoder.transform(patch, alpha[None])
-
-
-def _encode(
-    encoder: Encoder, work: Sequence[_Work], batch_size: int, whole: bool
-) -> Iterator[tuple[str, FloatArray, BoolArray, Float64Array]]:
-    import torch
-
-    device, dtype = encoder.logit_scale.device, embed_dtype(encoder)
-    pixels = np.concatenate([item.pixels for item in work])
-    alpha = np.concatenate([item.alpha for item in work])
-    parts = [np.zeros((0, encoder.embed_dim), np.float32)]
-    with torch.inference_mode():
-        for start in range(0, len(pixels), batch_size):
-            shown = encoder.transform.normalise(
-                torch.from_numpy(pixels[start : start + batch_size]).to(device)
-            ).to(dtype)
-            where = torch.from_numpy(alpha[start : start + batch_size]).to(device, dtype)
-            parts.append(encoder.encode_image(shown, where).float().cpu().numpy())
-    vectors = np.concatenate(parts)
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    ends = np.cumsum([len(item.pixels) for item in work])
-    for item, end in zip(work, ends, strict=True):
-        own = slice(end - len(item.pixels), end)
-        if not np.isfinite(lengths[own]).all() or not (lengths[own] > 0).all():
-            raise ValueError(
-                f"image {item.id}: a region's embedding is NaN, infinite or zero; check the weights"
-            )
-        unit = vectors[own] / lengths[own]
-        if not whole:
-            unit = np.concatenate([unit, np.zeros((1, encoder.embed_dim), np.float32)])
-        yield item.id, unit, item.cells, item.areas
+    for position, count in enumerate(counts):
+        if not groups or num + count > batch_size:
+            groups.append([])
+            num = 0
+        groups[-1].append(position)
+        num += count
+    return groups
 
 
 class RegionBank:
@@ -290,39 +138,93 @@ class RegionBank:
         Raises:
             MissingMasks: the source lacks regions; all of them are named.
         """
-        from rich.progress import track
-
         start = time.perf_counter()
         by_id = {row["id"]: row for row in rows}
+        names, regions, groups = self._unseen(by_id, asked)
+        self._make(groups, by_id, names, regions)
+        for name in regions.keys() - self._memory.keys():
+            self._memory[name] = self._load(name, regions[name])
+        self.seconds += time.perf_counter() - start
+        return {id_: self._memory[name] for id_, name in names.items()}
+
+    def fill(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        asked: Mapping[str, Sequence[Prompts]] | None = None,
+        *,
+        rank: int,
+        size: int,
+    ) -> None:
+        """One rank's share of the embeddings that the cache lacks; the others read them after `refresh`.
+
+        Every rank must be given the same rows, and find the same cache. The batches are those that one
+        process would make, in turn, so that its embeddings are met bit for bit.
+
+        Args:
+            rows: of the images table.
+            asked: as for `embed`.
+            rank: of this process, from 0.
+            size: number of processes.
+
+        Raises:
+            MissingMasks: the source lacks regions, this rank's or another's; all of them are named.
+        """
+        if self._directory is None:
+            raise ValueError("ranks share a region cache; give the bank one")
+        start = time.perf_counter()
+        by_id = {row["id"]: row for row in rows}
+        names, regions, groups = self._unseen(by_id, asked)
+        self._make(groups[rank::size], by_id, names, regions)
+        self.seconds += time.perf_counter() - start
+
+    def _unseen(
+        self, by_id: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Sequence[Prompts]] | None
+    ) -> tuple[dict[str, str], dict[str, list[Region]], list[list[str]]]:
+        """Cache name of each image, regions by cache name of those not in memory, and the image ids of each
+        batch that nobody has embedded.
+        """
         groups = {id_: tuple(dict.fromkeys((asked or {}).get(id_, ()))) for id_ in by_id}
         names = {id_: _cache_name(id_, own) for id_, own in groups.items()}
         unseen = [id_ for id_, name in names.items() if name not in self._memory]
         self.source.require((by_id[id_], groups[id_]) for id_ in unseen)
         regions = {names[id_]: self.source.regions(by_id[id_], groups[id_]) for id_ in unseen}
         new = [id_ for id_ in unseen if names[id_] not in self._stored]
-        made = embed_regions(
-            self.encoder,
-            ((by_id[id_], regions[names[id_]]) for id_ in new),
-            self.reader,
-            view=self.view,
-            whole=self.whole,
-            batch_size=self.batch_size,
+        batches = pack([len(regions[names[id_]]) + self.whole for id_ in new], self.batch_size)
+        return names, regions, [[new[position] for position in batch] for batch in batches]
+
+    def _make(
+        self,
+        batches: Sequence[Sequence[str]],
+        by_id: Mapping[str, Mapping[str, Any]],
+        names: Mapping[str, str],
+        regions: Mapping[str, Sequence[Region]],
+    ) -> None:
+        """Embed these batches of images, into memory and the cache."""
+        from rich.progress import track
+
+        made = (
+            item
+            for batch in batches
+            for item in embed_regions(
+                self.encoder,
+                [(by_id[id_], regions[names[id_]]) for id_ in batch],
+                self.reader,
+                view=self.view,
+                whole=self.whole,
+                batch_size=self.batch_size,
+            )
         )
+        num = sum(map(len, batches))
+        shown = track(made, f"embedding regions of {num} images", num, disable=not (self.progress and num))
         shard: list[tuple[str, FloatArray, BoolArray, Float64Array]] = []
-        shown = track(
-            made, f"embedding regions of {len(new)} images", len(new), disable=not (self.progress and new)
-        )
-        for id_, item in zip(new, shown, strict=True):
-            self._memory[names[id_]] = RegionEmbeddings(tuple(regions[names[id_]]), *item[1:])
-            shard.append((names[id_], *item[1:]))
+        for id_, vectors, cells, areas in shown:
+            name = names[id_]
+            self._memory[name] = RegionEmbeddings(tuple(regions[name]), vectors, cells, areas)
+            shard.append((name, vectors, cells, areas))
             if len(shard) == self.images_per_shard:
                 self._write(shard)
                 shard = []
         self._write(shard)
-        for name in regions.keys() - self._memory.keys():
-            self._memory[name] = self._load(name, regions[name])
-        self.seconds += time.perf_counter() - start
-        return {id_: self._memory[name] for id_, name in names.items()}
 
     def _write(self, shard: Sequence[tuple[str, FloatArray, BoolArray, Float64Array]]) -> None:
         if self._directory is None or not shard:

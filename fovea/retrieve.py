@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch.nn import functional
 
@@ -48,12 +50,17 @@ def corpus(tables: Tables, name: CorpusName, *, splits: Collection[str]) -> Corp
     Raises:
         ValueError: the corpus is empty.
     """
-    queries = [query for query in tables.queries() if query.split in splits]
+    queries = [query for split in sorted(set(splits)) for query in tables.queries(split=split)]
     wanted = {id_ for query in queries for id_ in query.gold_image_ids}
     if name != "gold":
         wanted |= {id_ for query in queries for id_ in query.candidate_image_ids}
-    own = set(splits) if name == "full" else set()
-    rows = [row for row in tables.rows("images") if row["split"] in own or row["id"] in wanted]
+    own = list(splits) if name == "full" else []
+    images = tables.table("images")
+    kept = pc.or_kleene(  # filtered in Arrow: only the rows of the corpus become dicts
+        pc.is_in(images["split"], pa.array(own, pa.string())),
+        pc.is_in(images["id"], pa.array(sorted(wanted), pa.string())),
+    )
+    rows = images.filter(kept).to_pylist()
     absent = sorted(wanted - {row["id"] for row in rows})
     if name == "full" and not rows:
         there = sorted({row["split"] for row in tables.rows("images")})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fovea.types import Query
@@ -158,10 +159,11 @@ class Tables:
 
     def rows(self, name: str, **equal: str) -> Iterator[dict[str, Any]]:
         """Rows as dicts, those whose columns equal `equal` (e.g. `split="train"`)."""
-        for batch in self.table(name).to_batches(max_chunksize=4096):
-            for row in batch.to_pylist():
-                if all(row[key] == value for key, value in equal.items()):
-                    yield row
+        table = self.table(name)
+        for key, value in equal.items():  # in Arrow: a table of 50,000 rows as dicts takes seconds
+            table = table.filter(pc.equal(table[key], value))
+        for batch in table.to_batches(max_chunksize=4096):
+            yield from batch.to_pylist()
 
     def queries(self, **equal: str) -> list[Query]:
         """Queries as domain objects."""

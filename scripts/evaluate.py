@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from retrieval_results import (
     coverage,
+    curves,
     pool,
     runs,
     show,
@@ -28,7 +29,7 @@ from retrieval_results import (
     write_queries,
     write_text,
 )
-from retrieval_run import Run, look_at, provenance, smoke
+from retrieval_run import Run, look_at, provenance
 from retrieval_settings import Settings
 
 
@@ -105,6 +106,7 @@ def retrieval(
             "images": {g.split: g.num_images for g in galleries},
             "unreadable": {g.split: g.unreadable for g in galleries},
         },
+        "curves": curves(table, found, gold, settings.top_k, bootstrap),
         "ties": tie_bounds(found, results, gold),
         "calibration": None if calibrations is None else asdict(calibrations),
         "fusion": reweight,
@@ -118,11 +120,18 @@ def retrieval(
     write_queries(out / "queries.jsonl", galleries, calibrations)
     write_per_query(out / "per_query.jsonl", table, results)
     if not coarse_only:
-        figures.score_distributions(table, calibrations, out / "plots" / "scores.png")
-    cut = [k for k in ks if k <= settings.top_k]
-    if len(cut) > 1:
-        figures.recall_curves(
-            results_json["retrieval"], results_json["intervals"], cut, out / "plots" / "recall.png"
+        shown = ["global", "local"] + (["learned", "eq9"] if calibrations is not None else [reweight])
+        panels = figures.score_panels(table, calibrations, list(dict.fromkeys(shown)))
+        figures.write_png(
+            figures.score_distributions(panels),
+            out / "plots" / "scores.png",
+            "Scores of gold and other candidates, densities",
+        )
+    if settings.top_k > 1:
+        figures.write_png(
+            figures.recall_curves(figures.curves_of(results_json)),
+            out / "plots" / "recall.png",
+            f"Recall at k in the corpus `{settings.corpus}`, 95 % intervals over queries",
         )
     write_text(out / "results.json", json.dumps(results_json, indent=1) + "\n")
     show(results_json, out)
@@ -164,16 +173,18 @@ def encoder(
     dtype: str = "float32",
     out: str | None = None,
 ) -> None:
-    """Load an encoder, embed a few images and texts, print what came out as JSON: a smoke test of its files.
+    """Smoke test of an encoder's files: load it, embed a few images and texts, print what came out as JSON.
 
     Args:
         source: a bundle, or a YAML file that names a class.
-        tables: canonical tables; their first images and queries are embedded.
-        num: how many of each.
+        tables: canonical tables; their first queries and the images that answer them are embedded.
+        num: how many pairs.
         device: where it runs.
         dtype: floating type of its weights.
         out: JSON file that gets the same under `encoders`, by the name of `source`, beside what it holds.
     """
+    from encoder_smoke import smoke
+
     found = smoke(source, tables, num, device, dtype)
     print(json.dumps(found, indent=1))
     if out is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def summarise(
     """
     import numpy as np
 
-    from fovea.metrics.retrieval import bootstrap_interval, paired_bootstrap
+    from fovea.metrics.retrieval import bootstrap_intervals, paired_bootstrap
 
     split_of = dict(zip(table.query_ids, table.splits, strict=True))
     members = np.array([split_of[query_id] for query_id in next(iter(results.values())).query_ids])
@@ -97,6 +98,9 @@ def summarise(
     if (table.num_gold > 1).any():
         metrics += [f"hit@{k}" for k in ks]
     metric = f"recall@{ks[0]}"
+    # One draw of queries for all columns.
+    columns = [result.per_query[m] for result in results.values() for m in metrics]
+    intervals = iter(bootstrap_intervals(np.stack(columns, 1), n=bootstrap))
     first = {name: result.per_query[metric] for name, result in results.items()}
     best = max((name for name in STATIC if name in first), key=lambda name: first[name].mean())
     comparisons = []
@@ -117,14 +121,39 @@ def summarise(
     return {
         "retrieval": over(np.mean),
         "spread": over(lambda values: np.std(values, ddof=1)) if len(scored) > 1 else None,
-        "intervals": {
-            name: {m: list(bootstrap_interval(result.per_query[m], n=bootstrap)[1:]) for m in metrics}
-            for name, result in results.items()
-        },
+        "intervals": {name: {m: list(next(intervals)[1:]) for m in metrics} for name in results},
         "galleries": galleries,
         "best_static": best,
         "comparisons": comparisons,
     }
+
+
+def curves(
+    table: ScoreTable,
+    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+    gold: Mapping[str, Any],
+    depth: int,
+    bootstrap: int,
+) -> dict[str, Any]:
+    """recall@k at every k up to the kept candidates: means over galleries, intervals over pooled queries."""
+    import numpy as np
+
+    from fovea.metrics.retrieval import bootstrap_intervals, recall_curve
+
+    split_of = dict(zip(table.query_ids, table.splits, strict=True))
+    members = np.array([split_of[query_id] for query_id in gold])
+    values = [recall_curve(run, gold, depth) for run in found.values()]
+    ends = bootstrap_intervals(np.concatenate(values, 1), n=bootstrap)
+    recall = {}
+    for number, (name, own) in enumerate(zip(found, values, strict=True)):
+        means = np.mean([own[members == split].mean(0) for split in dict.fromkeys(members.tolist())], 0)
+        mine = ends[number * depth : (number + 1) * depth]
+        recall[name] = {
+            "mean": means.tolist(),
+            "low": [end.low for end in mine],
+            "high": [end.high for end in mine],
+        }
+    return {"k": list(range(1, depth + 1)), "recall": recall}
 
 
 def tie_bounds(
@@ -255,7 +284,7 @@ def show(report: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe has no width of its own
     ks = report["settings"]["ks"]
     several = report["coverage"]["queries_with_several_gold"]
     metrics = [f"recall@{k}" for k in ks] + ([f"hit@{k}" for k in ks] if several else []) + ["mrr"]
@@ -263,7 +292,8 @@ def show(report: dict[str, Any], out: Path) -> None:
     table = Table(
         title=f"retrieval in the corpus `{report['corpus']['name']}`"
         + (", each query among its own candidates" if report["corpus"]["among"] == "own" else "")
-        + f", mean ± spread over {len(galleries)} galleries [95 % interval over queries], %"
+        + f", mean ± spread over {len(galleries)} galleries [95 % interval over queries], %; "
+        f"{report['ties']['about']}"
     )
     table.add_column("fusion")
     for metric in metrics:
@@ -293,7 +323,12 @@ def show(report: dict[str, Any], out: Path) -> None:
             f"{c['a']} − {c['b']}: {100 * c['difference']:+.1f} points of {c['metric']} "
             f"\\[{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]{verdict}"
         )
+    for name, moved in report["ties"]["bounds"].items():
+        ends = ", ".join(f"{m} {100 * low:.1f}–{100 * high:.1f}" for m, (low, high) in moved.items())
+        console.print(f"{name}: by other rules for ties, {ends}")
     counts = report["coverage"]
+    if counts["queries_with_several_gold"]:
+        console.print(f"{counts['queries_with_several_gold']} queries have several gold images")
     console.print(
         f"{counts['queries_evaluated']} of {counts['queries']} queries evaluated, gold image within the top "
         f"{report['settings']['top_k']} for {counts['queries_with_gold_in_top_k']}. Files: {out}"

@@ -1,13 +1,13 @@
 """Settings → galleries that the cascade looked at: what `scripts/evaluate.py` does before it counts.
 
-Under torchrun or SLURM the ranks share the work: each embeds its part of the images, and of the regions into
-the cache that they share; then rank 0 scores, and the others are done.
+Under torchrun or SLURM the ranks share the work: each embeds its batches of the images, and of the regions
+into the cache that they share; then rank 0 scores, and the others are done. With as many threads a process
+the result is that of one process, bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import sys
 import time
@@ -93,10 +93,11 @@ class Run:
         manifest["corpus"] = settings.corpus
         for split, found in self.corpora.items():
             with clock(self.seconds, "embed images"):
-                mine = found.rows[self.ranks.rank :: self.ranks.size]
-                ids, vectors = embed_images(
-                    self.coarse, mine, self.reader, batch_size=settings.batch_size, progress=self.progress
-                )
+                mine = self.ranks.share(found.rows, settings.batch_size)
+                with self.ranks.together(f"embedding the images of {split}"):
+                    ids, vectors = embed_images(
+                        self.coarse, mine, self.reader, batch_size=settings.batch_size, progress=self.progress
+                    )
                 ids, vectors = self.ranks.join_rows(ids, vectors, order=[row["id"] for row in found.rows])
             there = set(ids)
             queries = self.tables.queries(split=split)
@@ -154,8 +155,8 @@ def look_at(
 
     run = Run(settings, seconds)
     bank = run.bank()
-    plain = bank is None or settings.what == "none"
-    what = whole_question if plain else Phraser(settings.spacy_model).batch
+    words = bank is not None and settings.what == "phrases"  # the coarse stage alone needs no parser
+    what = Phraser(settings.spacy_model).batch if words else whole_question
     lacking: MissingMasks | None = None
     for found in run.galleries():
         cascade = Cascade(
@@ -173,13 +174,12 @@ def look_at(
         )
         with clock(seconds, "retrieve and rerank"):
             try:
-                plan = cascade.plan(found.queries)
-                if bank is not None and run.ranks.size > 1:
-                    # All ranks look for all, so that all stop together where masks are missing.
-                    bank.source.require((run.images[id_], asked) for id_, asked in plan.asked.items())
-                    mine = list(plan.asked)[run.ranks.rank :: run.ranks.size]
-                    bank.embed([run.images[id_] for id_ in mine], plan.asked)
-                    run.ranks.barrier()
+                with run.ranks.together(f"embedding the regions of {found.split}"):
+                    plan = cascade.plan(found.queries)
+                    if bank is not None and run.ranks.size > 1:
+                        rows = [run.images[id_] for id_ in plan.asked]
+                        bank.fill(rows, plan.asked, rank=run.ranks.rank, size=run.ranks.size)
+                if bank is not None:
                     bank.refresh()
                 if run.ranks.rank > 0:
                     continue
@@ -194,8 +194,8 @@ def look_at(
             found.split, found.queries, look, evidence, found.num_images, found.absent, found.unreadable
         )
     if lacking is not None:
-        raise ValueError(write_missing(lacking, settings)) from lacking
-    run.ranks.barrier()
+        message = "masks are missing; rank 0 lists them"
+        raise ValueError(message if run.ranks.rank else write_missing(lacking, settings)) from lacking
     if run.ranks.rank == 0 and (bad := run.log.merge()):
         print(f"{len(bad):,} images are unreadable and were left out: {settings.out}/bad_images.jsonl")
 
@@ -263,41 +263,6 @@ def provenance(settings: Settings) -> dict[str, Any]:
 
     manifest = Tables(settings.tables).manifest
     return {key: manifest[key] for key in ("reader", "config", "seed", "splits") if key in manifest}
-
-
-def smoke(source: str, directory: str, num: int, device: str, dtype: str) -> dict[str, Any]:
-    """Embed the first images and texts; says that an encoder's files load, not how well it retrieves."""
-    import numpy as np
-    import torch
-
-    from fovea import bundle
-    from fovea.images import ImageReader
-    from fovea.retrieve import embed_images, embed_texts
-    from fovea.tables import Tables
-
-    tables = Tables(directory)
-    start = time.perf_counter()
-    encoder = bundle.open_encoder(source).to(own_device(device), getattr(torch, dtype))
-    loaded = time.perf_counter()
-    rows = list(itertools.islice(tables.rows("images"), num))
-    ids, images = embed_images(encoder, rows, ImageReader(tables.root))
-    texts = embed_texts(encoder, [query.text for query in tables.queries()[:num]])
-    cosines = texts @ images.T
-    return {
-        "smoke": True,
-        "about": "says that the files load and embed, not how well they retrieve",
-        "encoder": type(encoder).__name__,
-        "source": str(source),
-        "embed_dim": encoder.embed_dim,
-        "image_size": encoder.transform.size,
-        "parameters": sum(p.numel() for p in encoder.parameters()),
-        "images": len(ids),
-        "texts": len(texts),
-        "embedded": int(np.isfinite(cosines).all(0).sum()),
-        "finite": bool(np.isfinite(cosines).all()),
-        "cosines": {"min": float(cosines.min()), "mean": float(cosines.mean()), "max": float(cosines.max())},
-        "seconds": {"load": loaded - start, "embed": time.perf_counter() - loaded},
-    }
 
 
 def write_missing(missing: MissingMasks, settings: Settings) -> str:

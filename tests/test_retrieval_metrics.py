@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from fovea.metrics.retrieval import bootstrap_interval, evaluate, paired_bootstrap, rank
+from fovea.metrics.retrieval import (
+    bootstrap_interval,
+    bootstrap_intervals,
+    evaluate,
+    paired_bootstrap,
+    rank,
+    recall_curve,
+)
 
 
 def oracle_cases(shared_data, metric):
@@ -144,7 +151,28 @@ def test_bootstrap_does_not_depend_on_its_chunks(monkeypatch):
     values = np.random.default_rng(0).random(50)
     whole = bootstrap_interval(values, n=200)
     monkeypatch.setattr("fovea.metrics.retrieval._CELLS", 350)
-    assert bootstrap_interval(values, n=200) == whole
+    np.testing.assert_allclose(bootstrap_interval(values, n=200), whole, rtol=1e-12)
+
+
+def test_many_intervals_are_those_of_single_ones():
+    """Two columns at once: the same resamples, the same intervals as one by one and as a plain loop."""
+    values = np.random.default_rng(1).random((40, 2))
+    both = bootstrap_intervals(values, n=300, seed=3)
+    drawn = np.random.default_rng(3).integers(0, 40, (300, 40))
+    for column, interval in enumerate(both):
+        np.testing.assert_allclose(interval, bootstrap_interval(values[:, column], n=300, seed=3), rtol=1e-12)
+        means = [values[rows, column].mean() for rows in drawn]
+        np.testing.assert_allclose(interval[1:], np.quantile(means, [0.025, 0.975]), rtol=1e-12)
+
+
+def test_recall_curve_is_recall_at_every_k():
+    """Several gold images, some lost, a query without a prediction, ties: the same figures as `evaluate`."""
+    run = {"a": {"x": 1.0, "y": 1.0, "z": 0.5, "w": 0.1}, "b": {"x": 0.3}}
+    gold = {"a": {"x": 2, "w": 1, "gone": 1, "z": 0}, "b": ["x"], "c": ["y"]}
+    curve = recall_curve(run, gold, 6)
+    per_query = evaluate(run, gold, ks=range(1, 7)).per_query
+    expected = np.stack([per_query[f"recall@{k}"] for k in range(1, 7)], 1)
+    np.testing.assert_allclose(curve, expected, atol=1e-7)
 
 
 def test_paired_bootstrap_uses_the_pairing():

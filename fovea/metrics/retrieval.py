@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fovea.types import FloatArray
 
 Ties = Literal["by_id", "optimistic", "pessimistic"]
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 KS = (1, 2, 5, 10, 20)
 _CELLS = 4_000_000  # resampled values held at once by the bootstrap: 32 MB
 
@@ -157,6 +158,21 @@ def _score(
     return out
 
 
+def recall_curve(
+    run: Mapping[str, Mapping[str, float]],
+    gold: Mapping[str, Collection[str] | Mapping[str, int]],
+    depth: int,
+) -> Float64Array:
+    """recall@k at every k = 1 … depth, ties by id: float64 [Q, depth], in the order of `gold`'s queries."""
+    out = np.zeros((len(gold), depth))
+    for row, (query, docs) in enumerate(gold.items()):
+        wanted = {doc for doc, gain in _gains(docs).items() if gain > 0}
+        ranked = rank(run.get(query, {}))[:depth]
+        out[row, [place for place, doc in enumerate(ranked) if doc in wanted]] = 1 / len(wanted)
+    curve: Float64Array = out.cumsum(1)
+    return curve
+
+
 def _gains(docs: Collection[str] | Mapping[str, int]) -> dict[str, int]:
     if isinstance(docs, Mapping):
         return dict(docs)
@@ -206,18 +222,42 @@ def bootstrap_interval(
         level: covered share, in (0, 1).
     """
     sample = np.asarray(values, np.float64)
-    if sample.ndim != 1 or not len(sample) or not np.isfinite(sample).all():
+    if sample.ndim != 1:
+        raise ValueError(f"a bootstrap of one mean needs a list of values, not shape {sample.shape}")
+    return bootstrap_intervals(sample[:, None], n=n, seed=seed, level=level)[0]
+
+
+def bootstrap_intervals(
+    values_QM: Float64Array, *, n: int = 1000, seed: int = 0, level: float = 0.95
+) -> list[Interval]:
+    """Percentile bootstrap of many means over the same queries, from the same resamples.
+
+    Args:
+        values_QM: [Q, M], one row a query, one column a mean.
+        n: number of resamples.
+        seed: of the resampling; the same seed and values give the same intervals.
+        level: covered share, in (0, 1).
+
+    Returns:
+        M intervals.
+    """
+    sample = np.asarray(values_QM, np.float64)
+    if sample.ndim != 2 or not len(sample) or not np.isfinite(sample).all():
         raise ValueError(
             f"a bootstrap needs a non-empty list of finite values, got {sample.shape}: {sample[:5]}"
         )
     rng = np.random.default_rng(seed)
     size = len(sample)
     step = max(1, _CELLS // size)
-    means = np.concatenate(
-        [sample[rng.integers(0, size, (min(step, n - at), size))].mean(1) for at in range(0, n, step)]
-    )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(sample.mean()), float(low), float(high))
+    means = []
+    for at in range(0, n, step):
+        drawn = rng.integers(0, size, (min(step, n - at), size))
+        # How often each query was drawn: the sums of all columns are then one matrix product.
+        row = np.arange(len(drawn))[:, None] * size
+        counts = np.bincount((drawn + row).ravel(), minlength=drawn.size).reshape(drawn.shape)
+        means.append(counts.astype(np.float64) @ sample / size)
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return [Interval(*map(float, three)) for three in zip(sample.mean(0), low, high, strict=True)]
 
 
 def paired_bootstrap(

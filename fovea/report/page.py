@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fovea import figures
 from fovea.images import BadImage, ImageReader
 from fovea.report import plots, queries
 from fovea.report.overlay import Outline, Picture, mark_repeats, outline, picture
+from fovea.reweight import Calibration, Calibrations
+from fovea.score_table import ScoreTable
 from fovea.tables import Tables
 from fovea.types import FUSIONS
 
@@ -119,6 +122,8 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
     cards = [card(row, pictures) for row in chosen]
     retrieval = ordered(results["retrieval"])
     seconds = results.get("seconds") or {}
+    curves = figures.curves_of(results | {"retrieval": retrieval})
+    every_k = sorted({k for curve in curves.values() for k in curve.ks})
     path = run_dir / "report.html"
     text = environment().get_template("page.html.j2").render(
         name=run_dir.resolve().name,
@@ -127,8 +132,8 @@ def build(run_dir: str | Path, *, tables: str | Path | None = None, limit: int =
         fusions=fusion_rows(results),
         metrics=[f"recall@{k}" for k in cut_offs(retrieval)],
         calibration=results.get("calibration") or {},
-        recall_curve=plots.recall_curve(retrieval, cut_offs(retrieval), chance(results, cut_offs(retrieval))),
-        distributions=plots.score_distributions(rows),
+        recall_curve=plots.recall_curve(curves, chance(results, every_k)),
+        distributions=plots.score_distributions(rows, *scores(run_dir, results)),
         curves=plots.training_curves(run_dir),
         cards=cards,
         example=next((c for c in cards if c.outcome == "fixed"), cards[0] if cards else None),
@@ -159,6 +164,19 @@ def ordered(retrieval: dict[str, dict[str, float]]) -> dict[str, dict[str, float
         *(name for name in retrieval if name not in FUSIONS),
     ]
     return {name: retrieval[name] for name in names}
+
+
+def scores(run_dir: Path, results: dict[str, Any]) -> tuple[ScoreTable | None, Calibrations | None, str]:
+    """The run's scores (None where the file is gone), its calibrations, and the fusion that it ordered by."""
+    path = run_dir / "scores.parquet"
+    fits = results.get("calibration")
+    return (
+        ScoreTable.read(path) if path.is_file() else None,
+        Calibrations(**{name: Calibration(**fit) for name, fit in fits.items()})
+        if fits and path.is_file()
+        else None,
+        results.get("fusion", "learned"),
+    )
 
 
 def cut_offs(retrieval: dict[str, dict[str, float]]) -> list[int]:

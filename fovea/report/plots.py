@@ -12,84 +12,59 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from fovea.figures import COLOURS
+from fovea import figures
+from fovea.figures import Curve, Panel
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Stand-ins that matplotlib draws with and the page replaces by its own colours.
-_INK, _MUTED, _LINE = "#010203", "#040506", "#070809"
-_VARIABLES = {_INK: "var(--ink)", _MUTED: "var(--muted)", _LINE: "var(--line)"}
-_CYCLE = list(COLOURS.values())
+    from fovea.reweight import Calibrations
+    from fovea.score_table import ScoreTable
+
+_VARIABLES = dict(zip(figures.PAGE[:3], ("var(--ink)", "var(--muted)", "var(--line)"), strict=True))
 
 
-def recall_curve(
-    retrieval: dict[str, dict[str, float]], ks: list[int], chance: dict[int, float | None]
-) -> Markup | None:
+def recall_curve(curves: dict[str, Curve], chance: dict[int, float | None]) -> Markup | None:
     """Recall@k over k, one line a fusion and one for a random order; None with fewer than two k."""
-    if len(ks) < 2:
+    if max((len(curve.ks) for curve in curves.values()), default=0) < 2:
         return None
-    figure, (axes,) = _figure(1)
-    for index, (name, row) in enumerate(retrieval.items()):
-        points = [(k, 100 * row[f"recall@{k}"]) for k in ks if f"recall@{k}" in row]
-        main = name in ("global", "learned")
-        axes.plot(
-            *zip(*points, strict=True), label=name, marker="o", markersize=4 if main else 3,
-            color=COLOURS.get(name, _CYCLE[index % len(_CYCLE)]), linewidth=2.6 if main else 1.4,
-            linestyle="-" if main else "--", zorder=3 if main else 2,
-        )  # fmt: skip
-    by_chance = [(k, 100 * value) for k in ks if (value := chance.get(k)) is not None]
-    if by_chance:
-        axes.plot(
-            *zip(*by_chance, strict=True),
-            label="chance",
-            color=_MUTED,
-            linewidth=1.2,
-            linestyle=":",
-            zorder=1,
-        )
-    axes.set_xscale("log")
-    axes.set_xticks(ks, [str(k) for k in ks])
-    axes.minorticks_off()
-    axes.set_xlabel("k")
-    axes.set_ylabel("recall@k, %")
-    axes.set_ylim(top=101)
-    _legend(figure, columns=4)
-    return _svg(figure, "Recall at k by fusion")
+    return _svg(figures.recall_curves(curves, chance, figures.PAGE), "Recall at k by fusion")
 
 
-def score_distributions(rows: list[dict[str, Any]]) -> Markup | None:
-    """Histograms of the scores of gold and other candidates, before and after reweighting."""
-    panels = []
-    for order, score, title in (
-        ("before", "global", "before: whole image"),
-        ("after", "score", "after: reweighted"),
-    ):
-        values: dict[bool, list[float]] = {True: [], False: []}
-        for row in rows:
-            gold = set(row["gold_image_ids"])
-            for found in row[order]:
-                if found.get(score) is not None and math.isfinite(found[score]):
-                    values[found["image_id"] in gold].append(found[score])
-        panels.append((title, values))
-    if not all(values[True] and values[False] for _, values in panels):
+def score_distributions(
+    rows: list[dict[str, Any]], table: ScoreTable | None, calibrations: Calibrations | None, fusion: str
+) -> Markup | None:
+    """Histograms of the scores of gold and other candidates, before and after reweighting.
+
+    Args:
+        rows: of queries.jsonl; their scores are shown where there is no table.
+        table: the run's scores.
+        calibrations: those of the run; add eq. 9 beside the run's fusion.
+        fusion: the run's, shown as "after".
+
+    Returns:
+        None where there is nothing to compare.
+    """
+    if table is not None:
+        names = dict.fromkeys(["global", fusion] + (["eq9"] if calibrations is not None else []))
+        panels = figures.score_panels(table, calibrations, list(names))
+    else:
+        panels = [
+            _panel(rows, "before", "global", figures.TITLES["global"]),
+            _panel(rows, "after", "score", "after: reweighted"),
+        ]
+    if not all(len(panel.gold) and len(panel.others) for panel in panels):
         return None
-    figure, all_axes = _figure(2)
-    for axes, (title, values) in zip(all_axes, panels, strict=True):
-        low, high = min(min(v) for v in values.values()), max(max(v) for v in values.values())
-        width = (high - low) / 32 or 1.0
-        bins = [low + width * i for i in range(34)]
-        for is_gold, name, colour in ((False, "others", COLOURS["global"]), (True, "gold", "#d39a12")):
-            axes.hist(
-                values[is_gold], bins=bins, density=True, histtype="stepfilled", alpha=0.5, color=colour,
-                label=name, edgecolor=colour, linewidth=1.4,
-            )  # fmt: skip
-        axes.set_title(title, color=_INK, fontsize=10, parse_math=False)
-        axes.set_yticks([])
-        axes.set_xlabel("score")
-    _legend(figure, columns=2)
+    figure = figures.score_distributions(panels, figures.PAGE)
     return _svg(figure, "Scores of gold and other candidates before and after reweighting")
+
+
+def _panel(rows: list[dict[str, Any]], order: str, score: str, title: str) -> Panel:
+    found = [(c["image_id"] in row["gold_image_ids"], c.get(score)) for row in rows for c in row[order]]
+    gold, others = (
+        figures.finite([s for is_gold, s in found if is_gold == wanted]) for wanted in (True, False)
+    )
+    return Panel(title, gold, others)
 
 
 def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
@@ -109,10 +84,10 @@ def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
         groups = [group for group in groups if group]
         if not groups:
             continue
-        figure, all_axes = _figure(len(groups))
+        figure, all_axes = figures.panels_of(len(groups), figures.PAGE)
         for axes, group in zip(all_axes, groups, strict=True):
             for index, (name, points) in enumerate(group.items()):
-                colour = _CYCLE[(index * 3 + 1) % len(_CYCLE)]
+                colour = figures.CYCLE[(index * 3 + 1) % len(figures.CYCLE)]
                 marker = "o" if len(points) < 30 else ""
                 label = name.lstrip("_")
                 axes.plot(
@@ -124,7 +99,7 @@ def training_curves(run_dir: Path) -> list[tuple[str, Markup]]:
                     markersize=3,
                 )
             axes.set_xlabel("step")
-        _legend(figure, columns=3)
+        figures.legend(figure, figures.PAGE, columns=3)
         stage = path.relative_to(run_dir).parts[0]
         curves.append((stage, _svg(figure, f"Training curves of {stage}")))
     return curves
@@ -141,41 +116,6 @@ def read_log(path: Path) -> dict[str, list[tuple[float, float]]]:
                 if name not in ("step", "epoch") and text and math.isfinite(float(text)):
                     series.setdefault(name, []).append((float(row["step"]), float(text)))
     return series
-
-
-def _figure(panels: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.7, 3.0), layout="constrained")
-    figure.patch.set_alpha(0)
-    all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    for axes in all_axes:
-        axes.patch.set_alpha(0)
-        axes.grid(color=_LINE, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=_MUTED, labelsize=9, length=0)
-        axes.xaxis.label.set_color(_MUTED)
-        axes.yaxis.label.set_color(_MUTED)
-        axes.xaxis.label.set_fontsize(9)
-        axes.yaxis.label.set_fontsize(9)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(_MUTED)
-    return figure, all_axes
-
-
-def _legend(figure: Figure, *, columns: int) -> None:
-    """One legend below the panels, where it hides nothing; a label that several panels use is named once."""
-    entries: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    legend = figure.legend(
-        list(entries.values()), list(entries), frameon=False, labelcolor=_INK, fontsize=9, ncols=columns,
-        loc="outside lower center", columnspacing=1.4, handlelength=1.6,
-    )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)
 
 
 def _svg(figure: Figure, label: str) -> Markup:
