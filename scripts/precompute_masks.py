@@ -93,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     from fovea.digests import Digests
     from fovea.images import ImageReader
     from fovea.mask_store import MaskStore
+    from fovea.ranks import rank_and_size
     from fovea.tables import Tables
 
     if options.verify:
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("--tables DIR is needed: canonical tables, as scripts/prepare.py makes them")
     if options.preview < 0 or (options.workers is not None and options.workers < 1):
         raise ValueError(f"--preview {options.preview}, --workers {options.workers}: 0 and 1 are the least")
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_size()
     tables = Tables(options.tables)
     rows = _rows(tables, [name for name in options.splits.split(",") if name])
     maker = _maker(options)
@@ -153,36 +154,6 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def _ranks() -> tuple[int, int]:
-    """This process's rank and their number, under torchrun or SLURM; (0, 1) otherwise."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ:
-            own = os.environ[rank], os.environ[size]
-            if not (own[0].isdecimal() and own[1].isdecimal() and int(own[0]) < int(own[1])):
-                raise ValueError(
-                    f"{rank}={own[0]}, {size}={own[1]}: ranks count from 0 to below their number"
-                )
-            return int(own[0]), int(own[1])
-    return 0, 1
-
-
-def _device(name: str) -> str:
-    """This process's own GPU where a launcher started one process a GPU."""
-    local = os.environ.get("LOCAL_RANK") or (
-        os.environ.get("SLURM_LOCALID") if "SLURM_NTASKS" in os.environ else None
-    )
-    if not name.startswith("cuda"):
-        return name
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no GPU here; use --device cpu")
-    if name != "cuda" or local is None:
-        return name
-    # A launcher may show each process its own GPU only.
-    return f"cuda:{int(local) % max(1, torch.cuda.device_count())}"
-
-
 def _rows(tables: Any, splits: list[str]) -> dict[str, dict[str, Any]]:
     """Rows of the images table that the named splits need, by id: their own, and those their queries name."""
     from fovea.retrieve import corpus
@@ -199,12 +170,13 @@ def _rows(tables: Any, splits: list[str]) -> dict[str, dict[str, Any]]:
 def _maker(options: argparse.Namespace) -> Any:
     """What finds regions; its class may live in any importable module."""
     from datamodules.fill_masks import make
+    from fovea.ranks import own_device
 
     segmenter = None
     if options.segmenter:
         from fovea.models.segmenters import load
 
-        segmenter = load(options.segmenter, _device(options.device))
+        segmenter = load(options.segmenter, own_device(options.device))
     return make(_detector(options.detector, options.set, options.device), segmenter)
 
 
@@ -213,6 +185,8 @@ def _detector(name: str, settings: list[str], device: str) -> Any:
     import inspect
 
     import yaml
+
+    from fovea.ranks import own_device
 
     module_name, _, class_name = name.rpartition(".")
     try:
@@ -229,7 +203,7 @@ def _detector(name: str, settings: list[str], device: str) -> Any:
         parsed = yaml.safe_load(value)
         arguments[key] = tuple(parsed) if isinstance(parsed, list) else parsed
     if "device" in inspect.signature(kind).parameters:
-        arguments.setdefault("device", _device(device))
+        arguments.setdefault("device", own_device(device))
     try:
         return kind(**arguments)
     except TypeError as error:
