@@ -127,7 +127,10 @@ def describe(encoder: Any, dtype: str) -> dict[str, Any]:
 def plan(options: argparse.Namespace, count: int, width: int, store: EmbeddingStore) -> IndexKind:
     """The kind of index, after saying what it takes; refuses what does not fit, before the work."""
     from fovea.index import kind as kinds
+    from fovea.index.dense import require_gpus
 
+    if options.gpu:
+        require_gpus()
     free = kinds.free_bytes()
     if options.index == "auto":
         kind = kinds.IndexKind.choose(count, width, free, nprobe=options.nprobe, seed=options.seed)

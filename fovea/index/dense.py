@@ -114,6 +114,8 @@ class DenseIndex:
                 manifest that does not fit.
         """
         kind = kind or IndexKind()
+        if gpu:
+            require_gpus()
         if absent := [key for key in _REQUIRED if not manifest.get(key)]:
             raise ValueError(f"an index manifest needs {list(_REQUIRED)}; missing or empty: {absent}")
         full = {"normalised": True} | dict(manifest)
@@ -226,7 +228,7 @@ class DenseIndex:
             shutil.rmtree(left_over, ignore_errors=True)
         writing.mkdir(parents=True)
         if (cells := inverted_file(self._index)) is not None:
-            cells.set_direct_map_type(faiss.DirectMap.NoMap)  # `search_among` may have made one
+            cells.make_direct_map(False)  # `search_among` may have made one
         faiss.write_index(self._index, str(writing / "vectors.faiss"))
         batch = pa.record_batch([self._ids], names=["id"])
         with pa.OSFile(str(writing / "ids.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as out:
@@ -313,6 +315,9 @@ class DenseIndex:
 def _train(index: Any, sample: FloatArray, gpu: bool) -> None:
     """Learn cells and codes; with `gpu` the cells, which are nearly all of the work, on the GPUs."""
     cells = inverted_file(index)
+    for part in (cells, getattr(cells, "pq", None), getattr(index, "pq", None)):
+        if part is not None:  # faiss would write a line for each sub-quantiser
+            part.cp.min_points_per_centroid = 1
     if gpu:
         on_gpus = _on_gpus(faiss.IndexFlatIP(index.d if cells is None else cells.d))
         if cells is not None:
@@ -322,12 +327,17 @@ def _train(index: Any, sample: FloatArray, gpu: bool) -> None:
         cells.clustering_index = None
 
 
-def _on_gpus(index: Any) -> Any:
-    """A copy for searching on all GPUs."""
+def require_gpus() -> None:
+    """Refuse `gpu` where faiss has none."""
     if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
         raise ValueError(
-            "gpu: this faiss sees no GPU; install faiss-gpu on a machine with one, or leave it out"
+            "gpu: this faiss sees no GPU; install faiss-gpu on a machine that has one, or leave it out"
         )
+
+
+def _on_gpus(index: Any) -> Any:
+    """A copy for searching on all GPUs."""
+    require_gpus()
     return faiss.index_cpu_to_all_gpus(index)
 
 

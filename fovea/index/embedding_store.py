@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +56,8 @@ class EmbeddingStore:
         if dtype not in DTYPES:
             raise ValueError(f"embeddings as {dtype!r}: one of {', '.join(DTYPES)}")
         self.directory = Path(directory)
-        self.manifest = {"version": VERSION, **made_by, "width": width, "dtype": dtype}
+        full = {"version": VERSION, **made_by, "width": width, "dtype": dtype}
+        self.manifest: dict[str, Any] = json.loads(json.dumps(full))  # as it is read again
         # number → key, and what was left out, of blocks that were read and found whole
         self._good: dict[int, tuple[str, list[tuple[str, str]]]] = {}
         path = self.directory / "manifest.json"
@@ -94,7 +94,7 @@ class EmbeddingStore:
             with np.load(self.path(number), allow_pickle=False) as parts:
                 said = json.loads(parts["said"].tobytes())
                 vectors = parts["vectors"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        except Exception:  # zipfile and numpy raise a dozen types on damaged bytes: not there
             return None
         made = said["key"], said["fingerprint"], list(vectors.shape)
         if made != (key, self.manifest.get("fingerprint"), [len(said["ids"]), self.manifest["width"]]):
