@@ -44,19 +44,18 @@ class Chunks:
             )
         # Each row draws a number, and the smallest remain: no need to know how many rows there are.
         draw = np.random.default_rng(seed)
-        numbers, kept = np.zeros(0), np.zeros((0, self._width), np.float32)
+        numbers, kept, count = np.empty(size), np.empty((size, self._width), np.float32), 0
         for ids, vectors in self:
             drawn = draw.random(len(ids))
-            if room := size - len(kept):
-                numbers = np.concatenate([numbers, drawn[:room]])
-                kept = np.concatenate([kept, vectors[:room]])
-                drawn, vectors = drawn[room:], vectors[room:]
+            if room := min(size - count, len(ids)):
+                numbers[count : count + room], kept[count : count + room] = drawn[:room], vectors[:room]
+                drawn, vectors, count = drawn[room:], vectors[room:], count + room
             if len(drawn):
                 among = np.argpartition(np.concatenate([numbers, drawn]), size - 1)
                 leave, enter = np.sort(among[size:]), np.sort(among[:size])
                 leave, enter = leave[leave < size], enter[enter >= size] - size
                 numbers[leave], kept[leave] = drawn[enter], vectors[enter]
-        return kept
+        return kept[:count]
 
 
 def check_ids(ids: Sequence[str]) -> None:

@@ -105,8 +105,8 @@ class DenseIndex:
             width: D.
             manifest: see `build`.
             kind: which FAISS index; `flat` by default.
-            count: N where it is known; `flat` then needs memory for N vectors and not for up to three times
-                as many while it grows.
+            count: N, or a little more, where it is known; `flat` then takes memory for so many vectors,
+                and not for up to three times N while it grows.
             gpu: learn cells on, and search on, all GPUs (needs faiss-gpu).
 
         Raises:

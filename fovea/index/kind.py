@@ -123,8 +123,8 @@ class IndexKind:
             * ((_PQ_MIN if "PQ" in self.factory else 0) + (0 if cells is None else int(cells.nlist)))
         )
         search = fixed + bytes_each * count
-        # Two chunks (read, and normalised); ids, and two hashes of each.
-        work = 2 * 4 * width * min(count, CHUNK) + (_ID_BYTES + 16) * count
+        # Two chunks (read, and normalised); ids as they came and joined, and two hashes of each.
+        work = 2 * 4 * width * min(count, CHUNK) + (2 * _ID_BYTES + 16) * count
         sample = 4 * width * min(count, self.num_training(index))  # given back before vectors are added
         building = fixed + work + max(sample, int((1.0 if cells is None else 1.5) * bytes_each * count))
         return Cost(building, search + _ID_BYTES * count, search)
