@@ -39,7 +39,8 @@ class ScoreData(L.LightningDataModule):
         """
         super().__init__()
         self.save_hyperparameters()
-        self._train = score_batch(ScoreTable.read(scores))
+        self.table = ScoreTable.read(scores)
+        self._train = score_batch(self.table)
         self._val = None if val_scores is None else score_batch(ScoreTable.read(val_scores))
 
     def train_dataloader(self) -> DataLoader[ScoreBatch]:

@@ -274,12 +274,14 @@ class ImageTransform:
             keeps the aspect ratio and pads with zeros; `crop` resizes the shorter side and cuts the centre.
         mean: per-channel mean of [0, 1] pixels.
         std: per-channel standard deviation of [0, 1] pixels.
+        resample: how pixels are interpolated; what the model was trained with (SigLIP 2: bilinear).
     """
 
     size: int
     mode: Literal["squash", "pad", "crop"] = "squash"
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
 
     def __call__(self, image: UInt8Array, masks: BoolArray | None = None) -> tuple[UInt8Array, UInt8Array]:
         """Resize one image and its masks alike.
@@ -304,7 +306,8 @@ class ImageTransform:
         pixels = np.zeros((self.size, self.size, 3), np.uint8)
         out = np.zeros((count, self.size, self.size), np.uint8)
         x, y = offset
-        resized = Image.fromarray(image).resize(target, Image.Resampling.BICUBIC, box=box)
+        resample = Image.Resampling[self.resample.upper()]
+        resized = Image.fromarray(image).resize(target, resample, box=box)
         pixels[y : y + target[1], x : x + target[0]] = np.asarray(resized)
         window = np.s_[y : y + target[1], x : x + target[0]]
         for t in range(count):

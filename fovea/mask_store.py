@@ -95,7 +95,10 @@ class MaskStore:
             command = f"python scripts/precompute_masks.py --tables TABLES --out {path}"
             raise ValueError(f"{path} holds no mask store; run: {command}")
         if key is None and len(keys) != 1:
-            raise ValueError(f"mask store {path} holds {len(keys)} keys, name the one that is meant: {keys}")
+            raise ValueError(
+                f"mask store {path} holds {len(keys)} keys; name the one that is meant (--masks_key, "
+                f"data.masks_key): {keys}"
+            )
         if key is not None and key not in keys:
             raise ValueError(f"mask store {path} has no key {key!r}; it holds {keys}")
         return cls(path, key or keys[0])

@@ -226,7 +226,7 @@ class Cascade:
 
     def _scored(self, look: Look, row: int, phrases: Sequence[Phrase], score: float) -> ScoredImage:
         table, id_ = look.table, look.table.image_ids[row]
-        known = {region.id: region for region in look.images[id_].regions}
+        known = {region.id: region for region in look.images[id_].regions} if phrases else {}
         image = self.images[id_]
         regions = []
         for t, phrase in enumerate(phrases):

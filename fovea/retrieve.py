@@ -5,21 +5,20 @@ HuLiRAG eq. 1–2: frozen dual encoder, normalised embeddings, top K.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch.nn import functional
 
-from fovea.images import ImageReader
+from fovea.embeddings import embed_images, embed_texts
 from fovea.index.dense import DenseIndex
 from fovea.models.encoders import Encoder
 from fovea.tables import Tables
-from fovea.types import Candidate, FloatArray, Query
+from fovea.types import Candidate, Query
+
+__all__ = ["Corpus", "CorpusName", "Retriever", "corpus", "embed_images", "embed_texts"]
 
 CorpusName = Literal["gold", "candidates", "full"]
 
@@ -74,87 +73,6 @@ def corpus(tables: Tables, name: CorpusName, *, splits: Collection[str]) -> Corp
     return Corpus(rows, absent)
 
 
-def embed_images(
-    encoder: Encoder,
-    rows: Iterable[dict[str, Any]],
-    reader: ImageReader,
-    *,
-    batch_size: int = 64,
-    progress: bool = False,
-) -> tuple[list[str], FloatArray]:
-    """Embed whole images.
-
-    Args:
-        encoder: in evaluation mode, on the device that is to do the work.
-        rows: rows of the images table.
-        reader: gives their pixels; bad images that it skips are left out, with their ids.
-        batch_size: images a forward pass.
-        progress: show a bar with rate and remaining time.
-
-    Returns:
-        N ids and float32 [N, D], normalised.
-    """
-    from rich.progress import track
-
-    _require_eval(encoder)
-    rows = list(rows)
-    ids: list[str] = []
-    parts = [np.zeros((0, encoder.embed_dim), np.float32)]
-    for start in track(
-        range(0, len(rows), batch_size), description=f"embedding {len(rows)} images", disable=not progress
-    ):
-        kept, pixels = [], []
-        for row, image in reader.read_many(rows[start : start + batch_size]):
-            kept.append(row["id"])
-            pixels.append(encoder.transform(image)[0])
-        if kept:
-            batch = torch.from_numpy(np.stack(pixels)).to(encoder.logit_scale.device)
-            with torch.inference_mode():
-                parts.append(_unit(encoder.encode_image(encoder.transform.normalise(batch)), kept))
-            ids += kept
-    return ids, np.concatenate(parts)
-
-
-def embed_texts(encoder: Encoder, texts: Sequence[str], *, batch_size: int = 256) -> FloatArray:
-    """Embed texts → float32 [Q, D], normalised.
-
-    Args:
-        encoder: in evaluation mode.
-        texts: Q texts.
-        batch_size: texts a forward pass.
-    """
-    _require_eval(encoder)
-    parts = [np.zeros((0, encoder.embed_dim), np.float32)]
-    for start in range(0, len(texts), batch_size):
-        some = texts[start : start + batch_size]
-        with torch.inference_mode():
-            parts.append(
-                _unit(encoder.encode_text(encoder.tokenize(some).to(encoder.logit_scale.device)), some)
-            )
-    return np.concatenate(parts)
-
-
-def _require_eval(encoder: Encoder) -> None:
-    if encoder.training:
-        raise ValueError(
-            "the encoder is in training mode, so dropout would change its embeddings; call .eval() first"
-        )
-
-
-def _unit(embeddings: torch.Tensor, names: Sequence[str]) -> FloatArray:
-    """Normalise [B, D] in float32; a vector without a direction is an error that names its image or text."""
-    embeddings = embeddings.float()
-    lengths = embeddings.norm(dim=-1)
-    bad = torch.nonzero(~torch.isfinite(lengths) | (lengths == 0)).flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"{len(bad)} of {len(names)} embeddings of a batch are NaN, infinite or zero, e.g. of "
-            f"{[names[i] for i in bad[:5]]}; check the weights (and fp16 overflow)"
-        )
-    unit: FloatArray = functional.normalize(embeddings, dim=-1).cpu().numpy()
-    return unit
-
-
 class Retriever:
     """The coarse stage: an encoder and an index made by it.
 
@@ -178,16 +96,28 @@ class Retriever:
 
     @classmethod
     def load(
-        cls, encoder: Encoder, directory: str | Path, *, captions: Mapping[str, str] | None = None
+        cls,
+        encoder: Encoder,
+        directory: str | Path,
+        *,
+        captions: Mapping[str, str] | None = None,
+        mmap: bool = False,
+        gpu: bool = False,
     ) -> Retriever:
-        """Read an index from disk; refused unless these very weights made it."""
+        """Read an index from disk; refused unless these very weights made it.
+
+        Args:
+            encoder: in evaluation mode, with the weights' type as exported (cast it afterwards).
+            directory: what `scripts/build_index.py` wrote.
+            captions: image id → caption.
+            mmap: see `DenseIndex.load`.
+            gpu: see `DenseIndex.load`.
+        """
         from fovea.bundle import fingerprint
 
-        return cls(
-            encoder,
-            DenseIndex.load(directory, expect={"fingerprint": fingerprint(encoder)}),
-            captions=captions,
-        )
+        expect = {"fingerprint": fingerprint(encoder)}
+        index = DenseIndex.load(directory, expect=expect, mmap=mmap, gpu=gpu)
+        return cls(encoder, index, captions=captions)
 
     def candidates(
         self, queries: Sequence[Query], *, k: int = 20, among: Literal["corpus", "own"] = "corpus"

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
 
 from fovea import losses
 from fovea.batches import PairBatch, RetrievalBatch
-from fovea.models.encoders import Encoder, embed_dtype
+from fovea.models.encoders import Encoder
+from lightning_modules.chunks import batch_norms, in_chunks
 from lightning_modules.gather import gather_rows
 from lightning_modules.optim import DepthOrder, check_groups, cosine_with_warmup, encoder_groups
 
@@ -40,8 +43,8 @@ class AlphaClip(L.LightningModule):
         freeze_text: bool = False,
         region_weight: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.98),
-        recall_at: tuple[int, ...] = (1, 5, 20),
         chunk_size: int | None = None,
+        recall_at: tuple[int, ...] = (1, 5, 20),
     ) -> None:
         """Constructor arguments are the config.
 
@@ -52,13 +55,14 @@ class AlphaClip(L.LightningModule):
             warmup_steps: optimizer steps of linear warm-up before the cosine.
             depth_decay: learning-rate factor from one layer of the image tower to the next.
             depth_order: which way it runs; the paper's is `deeper_smaller`.
-            freeze_text: the paper freezes the text encoder for Alpha-CLIP.
+            freeze_text: the paper freezes the text encoder for Alpha-CLIP; it keeps no activations then, and
+                its dropout is off.
             region_weight: weight of the regional term of eq. 6 (1 in the paper).
             betas: AdamW's, CLIP's values.
+            chunk_size: rows of a tower whose activations are held at once, pictures and texts alike
+                (GradCache): the gradient of the whole batch in the memory of a chunk, for a second forward
+                pass. None holds all.
             recall_at: cut-offs k of `val/recall@k` and `test/SPLIT/recall@k`.
-            chunk_size: rows whose activations are held at once (GradCache): the towers run chunk by chunk,
-                and again in the backward pass, for the gradient of the whole batch in the memory of a chunk
-                and about a third more time. None holds the whole batch.
         """
         super().__init__()
         problems = []
@@ -66,8 +70,6 @@ class AlphaClip(L.LightningModule):
             problems.append(f"model.recall_at={list(recall_at)}: at least one cut-off, each 1 or more")
         if not lr > 0:
             problems.append(f"model.lr={lr} must be positive")
-        if chunk_size is not None and chunk_size < 1:
-            problems.append(f"model.chunk_size={chunk_size} must be at least 1, or null")
         if not 0 < depth_decay <= 1:
             problems.append(f"model.depth_decay={depth_decay} must lie in (0, 1]")
         for name, value in (
@@ -77,6 +79,8 @@ class AlphaClip(L.LightningModule):
         ):
             if not value >= 0:
                 problems.append(f"model.{name}={value} must be at least 0")
+        if chunk_size is not None and chunk_size < 1:
+            problems.append(f"model.chunk_size={chunk_size} must be at least 1, or null")
         if problems:
             raise ValueError("; ".join(problems))
         self.save_hyperparameters(ignore=["encoder"])
@@ -84,57 +88,77 @@ class AlphaClip(L.LightningModule):
         if freeze_text:
             for parameter in encoder.text_parameters():
                 parameter.requires_grad_(False)
+        for module in encoder.modules():
+            weights = list(module.parameters())
+            if weights and not any(parameter.requires_grad for parameter in weights):
+                module.eval()  # what is frozen: no dropout, no running statistics that move
+                # Lightning cannot know that this is meant.
+                warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         # Rows of the galleries and their queries, per dataloader: embeddings and ids.
         self._gallery: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def on_fit_start(self) -> None:
         """Refuse what would silently train something else."""
-        if self.trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} does not add "
-                "negatives to InfoNCE; use a larger data.batch_size (or more ranks) and leave it at 1"
+        trainer, problems = self.trainer, []
+        if trainer.accumulate_grad_batches != 1:
+            problems.append(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} does not add negatives "
+                "to InfoNCE; leave it at 1 and use a larger data.batch_size, with model.chunk_size when that "
+                "does not fit into memory (or more ranks)"
             )
-
-        if self.hparams["chunk_size"] is not None:
-            normed = [
-                name
-                for name, module in self.encoder.named_modules()
-                if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            ]
-            if normed:
-                raise ValueError(
-                    f"model.chunk_size={self.hparams['chunk_size']}: {normed[0]} is a batch norm, whose "
-                    "statistics would be those of a chunk; train this encoder with chunk_size: null"
-                )
+        trained = {str(p.dtype).removeprefix("torch.") for p in self.parameters() if p.requires_grad}
+        half = sorted(trained & {"float16", "bfloat16"})
+        # DeepSpeed keeps float32 copies of its own.
+        if half and not isinstance(trainer.strategy, DeepSpeedStrategy):
+            problems.append(
+                f"the trained weights are {' and '.join(half)} (trainer.precision={trainer.precision}): most "
+                "of a step of AdamW is rounded away there; keep them in float32 and set trainer.precision to "
+                "bf16-mixed or 16-mixed"
+            )
+        normed = batch_norms(self.encoder) if self.hparams["chunk_size"] is not None else []
+        if normed:
+            names = ", ".join(f"encoder.{name}" for name in normed[:4]) + (", …" if len(normed) > 4 else "")
+            problems.append(
+                f"model.chunk_size={self.hparams['chunk_size']} would not be the big batch: {names} "
+                "(batch norm) would see the statistics of a chunk; set model.chunk_size=null, with more "
+                "ranks and trainer.sync_batchnorm=true for a larger batch, or train an encoder without batch "
+                "norm, such as open_clip's ViTs"
+            )
+        pictures = getattr(getattr(trainer, "datamodule", None), "partner", None) == "picture"
+        text_trains = any(parameter.requires_grad for parameter in self.encoder.text_parameters())
+        if pictures and text_trains and trainer.world_size > 1:
+            problems.append(
+                "data.partner=picture gives the text tower no gradient, for which DDP would wait: set "
+                "model.freeze_text=true"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def embed(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
-        """Rows of a batch, pictures or texts → [n, D].
-
-        With a `chunk_size` this is GradCache (Gao et al. 2021) by checkpointing: only the inputs and the
-        embeddings are kept, and autograd runs a chunk again when its gradient is there. There is one backward
-        pass, so that autocast, loss scaling and DDP need to know nothing of it.
-        """
-        inputs = (pixels, alpha, tokens)
-        chunk_size, num_rows = (
-            self.hparams["chunk_size"],
-            next(len(rows) for rows in inputs if rows is not None),
-        )
-        if chunk_size is None or num_rows <= chunk_size or not torch.is_grad_enabled():
-            return self._tower(*inputs)
-        chunks = zip(
-            *([None] * num_rows if rows is None else rows.split(chunk_size) for rows in inputs), strict=False
-        )
-        return torch.cat([checkpoint(self._tower, *chunk, use_reentrant=False) for chunk in chunks])
-
-    def _tower(self, pixels: Tensor | None, alpha: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """Rows of a batch, pictures or texts → [n, D]."""
+        size = self.hparams["chunk_size"]
         if pixels is None:
             assert tokens is not None
-            return self.encoder.encode_text(tokens)
+            return in_chunks(self.encoder.encode_text, (tokens,), size)
+        return in_chunks(self._embed_pictures, (pixels, alpha), size)
+
+    def _embed_pictures(self, pixels: Tensor, alpha: Tensor | None) -> Tensor:
         mask = None if alpha is None else alpha[:, None].float()
-        shown = self.encoder.transform.normalise(pixels).to(
-            embed_dtype(self.encoder)
-        )  # bf16-true has no cast
-        return self.encoder.encode_image(shown, mask)
+        return self.encoder.encode_image(self.encoder.transform.normalise(pixels), mask)
+
+    def sides(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """Embeddings [n, D] of both sides of each row; whole images and regions go through in one pass."""
+        if batch.partner_pixels is None:
+            left = self.embed(batch.pixels, batch.alpha, None)
+            if batch.texts_per_image > 1:
+                num_images = batch.num_global // batch.texts_per_image
+                whole = left[:num_images].repeat_interleave(batch.texts_per_image, 0)
+                left = torch.cat([whole, left[num_images:]])
+            return left, self.embed(None, None, batch.tokens)
+        # In one pass: apart, batch norm would see other statistics on each side than in evaluation.
+        both = self.embed(torch.cat([batch.pixels, batch.partner_pixels]), None, None)
+        left, right = both.chunk(2)
+        return left, right
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """The whole batch's global and regional terms of eq. 6, as this rank's share times the number of
@@ -143,17 +167,7 @@ class AlphaClip(L.LightningModule):
         DDP averages gradients over ranks, so the share is scaled by the world size: the averaged gradient is
         that of one process with the whole batch.
         """
-        if batch.partner_pixels is None:
-            left = self.embed(batch.pixels, batch.alpha, None)
-            if batch.texts_per_image > 1:
-                num_images = batch.num_global // batch.texts_per_image
-                whole = left[:num_images].repeat_interleave(batch.texts_per_image, 0)
-                left = torch.cat([whole, left[num_images:]])
-            right = self.embed(None, None, batch.tokens)
-        else:
-            # In one pass: apart, batch norm would see other statistics on each side than in evaluation.
-            both = self.embed(torch.cat([batch.pixels, batch.partner_pixels]), None, None)
-            left, right = both.chunk(2)
+        left, right = self.sides(batch)
         terms = []
         for part in (slice(0, batch.num_global), slice(batch.num_global, None)):
             ids, image_ids = batch.ids[part], batch.image_ids[part]
@@ -190,20 +204,53 @@ class AlphaClip(L.LightningModule):
         """Forward, loss, log."""
         whole, regional = self.loss(batch)
         loss = whole + self.hparams["region_weight"] * regional
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"loss is {loss.item()} (global {whole.item()}, regional {regional.item()}) at step "
-                f"{self.global_step}; logit scale {self.encoder.logit_scale.exp().item():.1f}; "
-                f"rows of this batch: {', '.join(batch.names[:32])}"
-            )
+        self._stop_unless_finite(loss, whole, regional, batch)
         figures = {"train/loss": loss, "train/logit_scale": self.encoder.logit_scale.exp()}
         if batch.alpha is not None:  # the same on all ranks, unlike the number of regions
             figures |= {"train/loss_global": whole, "train/loss_regional": regional}
         self.log_dict(figures, sync_dist=True, batch_size=batch.num_global)
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Clamp the temperature after the step, as CLIP does."""
+    def _stop_unless_finite(self, loss: Tensor, whole: Tensor, regional: Tensor, batch: PairBatch) -> None:
+        """Raise on every rank when any rank's loss is not finite: one alone would leave the others waiting.
+
+        Gradients that overflow under a finite loss are the gradient scaler's business.
+        """
+        finite = self.all_gather(torch.isfinite(loss).int())
+        assert isinstance(finite, Tensor)
+        if bool(finite.all()):
+            return
+        with torch.no_grad():
+            left, right = self.sides(batch)
+        good = (torch.isfinite(left) & torch.isfinite(right)).all(1).cpu().numpy()
+        named = batch.names if good.all() else batch.names[~good]
+        what = "all embeddings finite, rows" if good.all() else "rows with non-finite embeddings"
+        about: list[str | None] = [
+            f"loss {loss.item()} (global {whole.item()}, regional {regional.item()}), {what}: "
+            f"{', '.join(named[:32])}{f' and {len(named) - 32} more' if len(named) > 32 else ''}"
+        ]
+        if self.trainer.world_size > 1:
+            mine, about = about[0], [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(about, mine)
+        raise FloatingPointError(
+            f"loss is not finite at step {self.global_step}, logit scale "
+            f"{self.encoder.logit_scale.exp().item():.1f}; "
+            + "; ".join(
+                f"rank {rank}: {text}"
+                for rank, (text, sound) in enumerate(zip(about, finite.flatten().tolist(), strict=True))
+                if not sound
+            )
+        )
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step, then clamp the temperature, as CLIP does: before any callback averages or saves it."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         with torch.no_grad():
             self.encoder.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
@@ -261,8 +308,9 @@ class AlphaClip(L.LightningModule):
             return {}, len(images), len(queries)
         scores = queries @ images.T
         gold = scores.masked_fill(image_ids[None] != gold_ids[:, None], -math.inf).amax(1, keepdim=True)
-        # Pessimistic ties (every equal score counts as ahead): a collapsed encoder scores zero, not 100 %.
-        ahead = ((scores >= gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
+        # Pessimistic: what is not below counts as ahead, so that a collapsed encoder (all scores equal) and a
+        # diverged one (NaN, which no comparison holds for) score zero, not 100 %.
+        ahead = (~(scores < gold) & (image_ids[None] != gold_ids[:, None])).sum(1)
         recall = {k: (ahead < k).float().mean() for k in self.hparams["recall_at"]}
         return recall, len(images), len(queries)
 

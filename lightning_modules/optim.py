@@ -22,7 +22,9 @@ def encoder_groups(
     depth_decay: float = 1.0,
     depth_order: DepthOrder = "deeper_smaller",
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of a dual encoder.
+    """Optimizer groups of a dual encoder, each with the `name` under which `LearningRateMonitor` logs it.
+
+    `visual` (or `visual.DEPTH`, 0 = stem), `text`, each with `.no_decay` for its vectors, and `logit_scale`.
 
     Args:
         encoder: the model; parameters without `requires_grad` are left out.
@@ -43,7 +45,8 @@ def encoder_groups(
         scale = 1.0
         if depth is not None:
             steps = depth if depth_order == "deeper_smaller" else deepest - depth
-            scale, label = depth_decay**steps, f"visual.{depth}"
+            # One group of all layers when they share a rate: fewer, longer fused updates, one line in a plot.
+            scale, label = depth_decay**steps, "visual" if depth_decay == 1 else f"visual.{depth}"
         if parameter is encoder.logit_scale:
             label = "logit_scale"
         decay = weight_decay if parameter.ndim >= 2 else 0.0

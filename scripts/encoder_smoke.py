@@ -64,6 +64,7 @@ def smoke(source: str, directory: str, num: int, device: str, dtype: str) -> dic
         "parameters": sum(p.numel() for p in encoder.parameters()),
         "images": len(seen),
         "texts": len(said),
+        "embedded": int(np.isfinite(seen).all(1).sum()),
         "pairs": kind,
         **describe(seen, said, paired=kind is not None),
         "seconds": {"load": loaded - start, "embed": time.perf_counter() - loaded},

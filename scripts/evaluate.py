@@ -67,8 +67,8 @@ def retrieval(
         ks: cut-offs of recall, hit, precision and nDCG.
         bootstrap: resamples of the intervals.
     """
+    from fovea import figures
     from fovea.metrics.retrieval import evaluate
-    from fovea.report import figures
     from fovea.reweight import CALIBRATED, Calibrations, fuse
     from fovea.types import FUSIONS
 
@@ -165,7 +165,14 @@ def candidates(settings: Settings) -> None:
     print(f"{len(prompts):,} candidates of {len(set(rows['query_id'])):,} queries → {path}")
 
 
-def encoder(source: str, tables: str, num: int = 8, device: str = "cpu", dtype: str = "float32") -> None:
+def encoder(
+    source: str,
+    tables: str,
+    num: int = 8,
+    device: str = "cpu",
+    dtype: str = "float32",
+    out: str | None = None,
+) -> None:
     """Smoke test of an encoder's files: load it, embed a few images and texts, print what came out as JSON.
 
     Args:
@@ -174,10 +181,17 @@ def encoder(source: str, tables: str, num: int = 8, device: str = "cpu", dtype: 
         num: how many pairs.
         device: where it runs.
         dtype: floating type of its weights.
+        out: JSON file that gets the same under `encoders`, by the name of `source`, beside what it holds.
     """
     from encoder_smoke import smoke
 
-    print(json.dumps(smoke(source, tables, num, device, dtype), indent=1))
+    found = smoke(source, tables, num, device, dtype)
+    print(json.dumps(found, indent=1))
+    if out is not None:
+        path = Path(out)
+        known = json.loads(path.read_text()) if path.is_file() else {"smoke": True, "encoders": {}}
+        known["encoders"][Path(source).stem] = found
+        write_text(path, json.dumps(known, indent=1) + "\n")
 
 
 def report(run_dir: str, tables: str | None = None, limit: int = 40, seed: int = 0) -> None:

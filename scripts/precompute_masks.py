@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ranks import own_device, rank_and_size
-
 PROMPTS = ("none", "gold", "candidates")
 
 
@@ -95,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     from fovea.digests import Digests
     from fovea.images import ImageReader
     from fovea.mask_store import MaskStore
+    from fovea.ranks import rank_and_size
     from fovea.tables import Tables
 
     if options.verify:
@@ -171,6 +170,7 @@ def _rows(tables: Any, splits: list[str]) -> dict[str, dict[str, Any]]:
 def _maker(options: argparse.Namespace) -> Any:
     """What finds regions; its class may live in any importable module."""
     from datamodules.fill_masks import make
+    from fovea.ranks import own_device
 
     segmenter = None
     if options.segmenter:
@@ -185,6 +185,8 @@ def _detector(name: str, settings: list[str], device: str) -> Any:
     import inspect
 
     import yaml
+
+    from fovea.ranks import own_device
 
     module_name, _, class_name = name.rpartition(".")
     try:

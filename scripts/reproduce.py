@@ -119,17 +119,28 @@ def print_comparison(lines: list[dict[str, Any]]) -> None:
     def number(value: float | None, spread: float | None = None) -> str:
         return "–" if value is None else f"{value:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
 
-    table = Table("row", "metric", "expected", "band", "measured", "difference", "verdict")
+    several = len({line["row"] for line in lines}) > 1
+    dates = sorted({line["date"] for line in lines if "date" in line})
+    columns = (["row"] if several else []) + [
+        "metric",
+        "expected",
+        "band",
+        "measured",
+        "difference",
+        "verdict",
+    ]
+    caption = f"expected values measured on {', '.join(dates)}" if dates else None
+    table = Table(*columns, caption=caption)
     for line in lines:
-        expected = number(line.get("ours"), line.get("spread")) + (
-            f" ({line['date']})" if "date" in line else ""
-        )
+        expected = number(line.get("ours"), line.get("spread"))
         if "ours" not in line and "paper" in line:
             expected = f"paper: {line['paper']:.3f}"
-        band = f"±{line['band']:.3f}" if "band" in line else "–"
+        band = f"±{line['band']:.2f}" if "band" in line else "–"
         difference = f"{line['difference']:+.3f}" if line.get("difference") is not None else "–"
         measured = number(line["measured"], line.get("measured_spread"))
-        table.add_row(line["row"], line["metric"], expected, band, measured, difference, line["verdict"])
+        name = line["metric"].removeprefix("retrieval.").replace("recall@", "R@")
+        row = [name, expected, band, measured, difference, line["verdict"]]
+        table.add_row(*([line["row"]] if several else []), *row)
     Console().print(table)
 
 

@@ -1,13 +1,15 @@
-"""The benchmark harness: turn about, ratios of neighbours, and a verdict that follows the demand."""
+"""The benchmark harness: turn about, ratios of neighbours, a verdict that follows the demand; AlphaClip."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 from harness import Comparison, compare  # noqa: E402
 
 
@@ -51,3 +53,40 @@ def test_both_sides_take_turns() -> None:
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
     assert len(made.seconds[0]) == len(made.seconds[1]) == 3
     assert made.ratio == pytest.approx(sorted(made.ratios)[1])
+
+
+def test_alpha_clip_runs_in_miniature(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both loops agree in loss and both ways in gradient (they check it); chunks hold less than the whole."""
+    spec = importlib.util.spec_from_file_location("benchmark_of_alpha_clip", BENCHMARKS / "alpha_clip.py")
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("ratio") == 2
+    for title in ("training step: batch 8", "regions: 2 images × 3 regions", "memory: most bytes"):
+        assert title in printed
+    largest = {
+        line.split()[0]: float(line.split()[-1])
+        for line in printed.splitlines()
+        if line.startswith(("  all at once", "  chunk_size"))
+    }
+    assert largest["all"] > 7 and largest["chunk_size=2"] < 2
+
+
+def test_held_bytes_by_hand() -> None:
+    """Two tensors of 1 KiB die before the next: views, writes in place, a weight's shape add nothing."""
+    import torch
+    from alpha_clip import HeldBytes
+
+    weight = torch.nn.Linear(16, 16, bias=False)
+    given = torch.ones(256)
+    with HeldBytes(weight) as held:
+        one = given + 1
+        one.view(16, 16).add_(1)
+        two = one * 2
+        del one, two
+        torch.zeros(16, 16)
+        three = given.view(256)
+        four = three + 1
+    assert held.most == 2 * 1024 and held.now == 1024 and four.sum() == 512

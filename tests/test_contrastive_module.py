@@ -2,78 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import csv
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from contrastive import Recorder, StopAt, build, gallery, pairs, ready, tiny_vit, trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from datamodules import world
 from datamodules.pair_batches import stable_id
 from datamodules.pairs import PairData
 from fovea.models.encoders import tiny_clip
 from fovea.tables import Tables
 from lightning_modules.alpha_clip import MAX_LOGIT_SCALE, AlphaClip
-from lightning_modules.optim import check_groups, encoder_groups
-
-HERE = Path(__file__).parent
+from lightning_modules.optim import check_groups, cosine_with_warmup, encoder_groups
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tables(tiny_world: Path) -> Path:
     """A tiny world."""
-    out = tmp_path_factory.mktemp("world") / "tables"
-    return world.build(out, config=world.WorldConfig.smoke(), workers=1)
-
-
-def build(tables: Path, **options: Any) -> tuple[AlphaClip, PairData]:
-    """A small module on the tiny world."""
-    torch.manual_seed(0)
-    alpha = options.get("max_regions", 0) > 0
-    encoder = tiny_clip(
-        str(tables),
-        image_size=64,
-        widths=(8, 8, 16, 16),
-        layers=1,
-        heads=2,
-        embed_dim=16,
-        text_width=16,
-        alpha=alpha,
-    )
-    lr = options.pop("lr", 1e-3)
-    freeze_text = options.pop("freeze_text", False)
-    data = PairData(str(tables), **({"batch_size": 16, "cache_images": True} | options))
-    return AlphaClip(encoder, lr=lr, freeze_text=freeze_text), data
-
-
-def trainer(**options: Any) -> L.Trainer:
-    """A quiet trainer."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0,
-        "limit_val_batches": 0, "max_epochs": -1,
-    }  # fmt: skip
-    return L.Trainer(**(defaults | options))
-
-
-class Recorder(L.Callback):
-    """Losses and row names of every training step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.names: list[list[str]] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
-        self.names.append(batch.names.tolist())
+    return tiny_world
 
 
 @pytest.mark.parametrize(("max_regions", "share"), [(0, 0.25), (2, 0.4)])
@@ -102,7 +53,7 @@ def test_three_and_three_steps_are_six(tables: Path, tmp_path: Path) -> None:
     halves = Recorder()
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="three", save_top_k=-1)
     # The schedule must know the whole run's length; the run is cut by a callback, as a kill would.
-    cut = trainer(max_steps=6, callbacks=[halves, keep, _StopAt(3)], enable_checkpointing=True)
+    cut = trainer(max_steps=6, callbacks=[halves, keep, StopAt(3)], enable_checkpointing=True)
     cut.fit(first, data)
     assert len(halves.losses) == 3
     second, data = build(tables, max_regions=1)
@@ -113,43 +64,6 @@ def test_three_and_three_steps_are_six(tables: Path, tmp_path: Path) -> None:
     assert halves.losses == record.losses
     for (name, one), other in zip(whole.state_dict().items(), second.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-
-
-class _StopAt(L.Callback):
-    """Ends the run after n steps."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
-
-
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Two gloo ranks with uneven shares: loss, every gradient and the gallery's recall are one process's,
-    for every option of the loss (one rank may have no region at all).
-    """
-    results = []
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for launcher in ([], torchrun):
-        out = tmp_path / f"{len(launcher)}.json"
-        command = [sys.executable, *launcher, str(HERE / "two_ranks.py"), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results.append(json.loads(out.read_text()))
-    one, two = results
-    assert len(one) == 5 and one.keys() == two.keys()
-    for option, expected in one.items():
-        found = two[option]
-        assert expected["figures"].keys() == found["figures"].keys()
-        for name, value in expected["figures"].items():
-            assert found["figures"][name] == pytest.approx(value, abs=1e-5), (option, name)
-        assert expected["gradients"].keys() == found["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            scale = max(map(abs, gradient))  # of the tensor: its elements are sums that cancel
-            wanted = pytest.approx(gradient, abs=1e-6 + 1e-5 * scale)
-            assert found["gradients"][name] == wanted, (option, name)
-    assert any("alpha" in name for name in one["regions"]["gradients"])
 
 
 def test_regions_of_a_batch(tables: Path) -> None:
@@ -256,15 +170,16 @@ def test_pictures_as_partners(tmp_path: Path) -> None:
     assert (batch.partner_pixels != batch.pixels).any()
 
 
-def test_collapsed_encoder_scores_zero() -> None:
-    """All embeddings equal: every gold is tied with all others, so pessimistic R@1 is 0, not 1."""
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_collapsed_encoder_scores_zero(value: float) -> None:
+    """All embeddings equal: every gold is tied with all others, so pessimistic R@1 is 0, not 1. All NaN, as
+    after a step that diverged: 0 as well, or that checkpoint would be kept as the best.
+    """
     encoder = tiny_clip(list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8)
-    torch.nn.init.zeros_(encoder.get_parameter("clip.visual.proj.weight"))
+    torch.nn.init.constant_(encoder.get_parameter("clip.visual.proj.weight"), value)
     module = AlphaClip(encoder)
-    from two_ranks import gallery, loaders
-
     run = trainer(limit_val_batches=1.0)
-    run.validate(module, loaders(gallery(0, 1)), verbose=False)
+    run.validate(module, gallery(), verbose=False)
     assert run.callback_metrics["val/recall@1"] == 0
 
 
@@ -300,6 +215,61 @@ def test_optimizer_groups() -> None:
         check_groups(encoder, [*groups, scale[0]])
 
 
+def test_depths_of_a_vit() -> None:
+    """The stem is all that comes before the first block, class and position embeddings included."""
+    encoder = tiny_vit()
+    depths = {name.removeprefix("clip."): encoder.depth_of(name) for name, _ in encoder.named_parameters()}
+    stem = {name for name, depth in depths.items() if depth == 0}
+    assert stem == {f"visual.{name}" for name in (
+        "class_embedding", "positional_embedding", "conv1.rgb.weight", "conv1.alpha.weight",
+        "ln_pre.weight", "ln_pre.bias",
+    )}  # fmt: skip
+    assert depths["visual.transformer.resblocks.1.mlp.c_fc.weight"] == 2
+    assert {depths[f"visual.{name}"] for name in ("ln_post.weight", "proj")} == {3}
+    assert depths["logit_scale"] is None and depths["transformer.resblocks.1.mlp.c_fc.weight"] is None
+
+
+def test_each_group_logs_its_rate(tmp_path: Path) -> None:
+    """`LearningRateMonitor` writes a column for each depth, for the texts, and one for the temperature."""
+    module = AlphaClip(tiny_vit(), lr=1.0, depth_decay=0.5, weight_decay=0.1)
+    logger = CSVLogger(tmp_path, name="", version="")
+    run = trainer(max_steps=1, logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    run.fit(module, ready(pairs()))
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = {k: float(v) for row in csv.DictReader(file) for k, v in row.items() if v}
+    for name in ("visual.0", "visual.0.no_decay"):
+        assert logged[f"lr-AdamW/{name}"] == 1
+    assert [logged[f"lr-AdamW/visual.{depth}"] for depth in (1, 2, 3)] == [0.5, 0.25, 0.125]
+    assert logged["lr-AdamW/text"] == logged["lr-AdamW/logit_scale"] == 1
+    plain = encoder_groups(tiny_vit(), lr=1.0, weight_decay=0.1)
+    assert sorted(g["name"] for g in plain) == sorted(
+        ["visual", "visual.no_decay", "text", "text.no_decay", "logit_scale"]
+    )
+
+
+def test_the_schedule_follows_the_new_end() -> None:
+    """A run that is resumed with more steps goes on along the longer cosine, not the one it started with."""
+
+    def schedule(total: int) -> torch.optim.lr_scheduler.LambdaLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        return cosine_with_warmup(optimizer, total_steps=total, warmup_steps=2)
+
+    def steps(made: torch.optim.lr_scheduler.LambdaLR, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            made.optimizer.step()
+            made.step()
+            rates.append(made.get_last_lr()[0])
+        return rates
+
+    short, whole = schedule(6), schedule(12)
+    steps(short, 4)
+    resumed = schedule(12)
+    resumed.load_state_dict(short.state_dict())
+    assert steps(resumed, 8) == steps(whole, 12)[4:]
+    assert resumed.get_last_lr() == [0.0]
+
+
 def test_refuses_accumulation(tables: Path) -> None:
     """Accumulated gradients would silently train with fewer negatives than the config says (PITFALLS 5)."""
     module, data = build(tables)
@@ -326,6 +296,7 @@ def test_non_finite_loss_names_step_and_rows(tables: Path) -> None:
         ({"batch_size": 0, "max_regions": -1}, "data.batch_size=0 must be.*data.max_regions=-1 must be"),
         ({"full_image_rate": 7}, "full_image_rate=7 must lie in"),
         ({"lr": -1.0}, "model.lr=-1.0 must be positive"),
+        ({"chunk_size": 0}, "model.chunk_size=0 must be at least 1"),
     ],
 )
 def test_impossible_settings_are_named(tables: Path, options: dict[str, Any], message: str) -> None:

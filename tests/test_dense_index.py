@@ -113,16 +113,17 @@ def test_scores_are_cosines_at_any_length(scale):
 def test_save_and_load_give_the_same_index(tmp_path):
     """Same ids, scores and manifest; unicode ids; nothing but the three files; no left-overs beside it."""
     index, vectors = make(4, splits=["test-0"])
-    index.ids[0] = "Zürich/駅 \n'"
+    index = DenseIndex.build(["Zürich/駅 \n'", *names(4)[1:]], vectors, manifest=index.manifest)
     index.save(tmp_path / "deep" / "index")
     again = DenseIndex.load(tmp_path / "deep" / "index", expect=MANIFEST | {"splits": ["test-0"]})
     assert again.ids == index.ids and len(again) == 4
     assert again.manifest == index.manifest == MANIFEST | {
-        "width": 8, "count": 4, "normalised": True, "version": 1, "splits": ["test-0"],
+        "width": 8, "count": 4, "normalised": True, "version": 2, "splits": ["test-0"],
+        "kind": "flat", "metric": "inner_product",
     }  # fmt: skip
     assert again.search(vectors, 3)[0] == index.search(vectors, 3)[0]
     assert sorted(p.name for p in (tmp_path / "deep" / "index").iterdir()) == [
-        "ids.parquet", "manifest.json", "vectors.faiss",
+        "ids.arrow", "manifest.json", "vectors.faiss",
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["index"]
 
@@ -149,9 +150,7 @@ def test_an_interrupted_save_leaves_the_old_index(tmp_path, monkeypatch):
     old.save(tmp_path / "index")
     new, _ = make(5)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "fovea.index.dense.pq.write_table", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
-        )
+        patch.setattr("fovea.index.dense.pa.OSFile", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             new.save(tmp_path / "index", overwrite=True)
     assert len(DenseIndex.load(tmp_path / "index")) == 3
@@ -172,20 +171,32 @@ def test_save_does_not_overwrite_unasked_nor_anything_else(tmp_path):
     assert (tmp_path / "photos" / "a.jpg").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "other vectors", "other ids"])
-def test_a_damaged_index_is_refused(tmp_path, damage):
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "other vectors", "other ids", "manifest"])
+def test_a_damaged_index_is_refused(tmp_path, damage, mmap):
     """A short, empty, missing or exchanged file is an error that names the directory."""
     root = make()[0].save(tmp_path / "index")
     other = make(19)[0].save(tmp_path / "other")
-    file = root / ("ids.parquet" if damage == "other ids" else "vectors.faiss")
+    file = root / ("ids.arrow" if damage == "other ids" else "vectors.faiss")
     if damage == "gone":
         file.unlink()
+    elif damage == "manifest":
+        (root / "manifest.json").write_text("{")
     elif damage.startswith("other"):
         file.write_bytes((other / file.name).read_bytes())
     else:
         file.write_bytes(file.read_bytes()[: 100 if damage == "truncated" else 0])
     with pytest.raises(ValueError, match="index.*(damaged|does not fit)"):
-        DenseIndex.load(root)
+        DenseIndex.load(root, mmap=mmap)
+
+
+def test_an_index_of_the_old_format_is_refused(tmp_path):
+    """Version 1 (ids in parquet): both versions, and the command; whatever else differs comes later."""
+    root = make()[0].save(tmp_path / "index")
+    manifest = json.loads((root / "manifest.json").read_text()) | {"version": 1}
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="version 1, this code reads 2; build it again with scripts/build"):
+        DenseIndex.load(root, expect={"corpus": "full"})
 
 
 def test_no_index_says_how_to_make_one(tmp_path):

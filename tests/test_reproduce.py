@@ -384,7 +384,7 @@ def test_a_changed_source_or_config_changes_the_key(
     [
         (["--all"], "--all needs --world"),
         (["--row", "nope"], "no row 'nope'"),
-        (["--row", "hulirag-table2-mmqa"], "is open: its code is still to come"),
+        (["--row", "hulirag-table4-webqa"], "is open: its code is still to come"),
         (["--row", "smoke", "--seeds", "0"], "at least 1"),
     ],
 )

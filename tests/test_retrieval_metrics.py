@@ -165,31 +165,6 @@ def test_many_intervals_are_those_of_single_ones():
         np.testing.assert_allclose(interval[1:], np.quantile(means, [0.025, 0.975]), rtol=1e-12)
 
 
-def test_equals_torchmetrics():
-    """Another library's figures, graded gains included, where all gold images were retrieved."""
-    torch = pytest.importorskip("torch")
-    from torchmetrics.functional import retrieval as theirs
-
-    rng = np.random.default_rng(5)
-    for _ in range(20):
-        scores = {f"d{i}": 1.0 + s for i, s in enumerate(rng.permutation(12))}  # its MAP ignores scores ≤ 0
-        gains = {f"d{i}": int(g) for i, g in enumerate(rng.integers(0, 3, 12)) if g} or {"d0": 1}
-        ours = evaluate({"q": scores}, {"q": gains}, ks=(1, 3, 10)).mean
-        preds = torch.tensor(list(scores.values()))
-        target = torch.tensor([gains.get(doc, 0) for doc in scores])
-        hit = target > 0
-        expected = {
-            "mrr": theirs.retrieval_reciprocal_rank(preds, hit),
-            "map": theirs.retrieval_average_precision(preds, hit),
-        }
-        for k in (1, 3, 10):
-            expected[f"recall@{k}"] = theirs.retrieval_recall(preds, hit, top_k=k)
-            expected[f"hit@{k}"] = theirs.retrieval_hit_rate(preds, hit, top_k=k)
-            expected[f"precision@{k}"] = theirs.retrieval_precision(preds, hit, top_k=k)
-            expected[f"ndcg@{k}"] = theirs.retrieval_normalized_dcg(preds, target, top_k=k)
-        assert ours == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-6)
-
-
 def test_recall_curve_is_recall_at_every_k():
     """Several gold images, some lost, a query without a prediction, ties: the same figures as `evaluate`."""
     run = {"a": {"x": 1.0, "y": 1.0, "z": 0.5, "w": 0.1}, "b": {"x": 0.3}}

@@ -92,6 +92,24 @@ def test_fuse_by_hand():
     )
 
 
+def test_bias_and_common_scale_move_scores_but_no_ranking():
+    """B shifts all candidates of all questions alike, a common factor stretches them: every order stays."""
+    table = random_table(50, 8, seed=3)
+    base = Calibration("eq9", 0.7, 2.0, 0.0)
+
+    def order(calibration):
+        scores = fuse("learned", table, Calibrations(calibration, base, base))
+        cuts = table.starts()[1:-1]
+        return [np.argsort(-own, kind="stable").tolist() for own in np.split(scores, cuts)], scores
+
+    plain, scores = order(base)
+    for w_global, w_local, bias in [(0.7, 2.0, -5.0), (0.7, 2.0, 0.25), (7.0, 20.0, 3.0)]:
+        moved, other = order(Calibration("eq9", w_global, w_local, bias))
+        assert moved == plain
+        assert not np.allclose(other, scores)
+    assert order(Calibration("eq9", 2.0, 0.7, 0.0))[0] != plain, "the ratio of the weights is what orders"
+
+
 def test_fuse_refuses_unknown_and_uncalibrated():
     """A typo or a missing calibration names what there is."""
     table = make_table({"q": [("a", 1, True, 0.3, 0.5)]})

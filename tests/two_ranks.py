@@ -1,6 +1,6 @@
-"""Two gloo processes (under torchrun), and one: losses and gradients of every option as JSON.
+"""Every option of contrastive training on one gloo process or two: losses, gradients, averages as JSON.
 
-Run by test_contrastive_module.
+`python two_ranks.py OUT` runs it on two. Run by test_contrastive_ranks.
 """
 
 from __future__ import annotations
@@ -9,162 +9,136 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import lightning as L
-import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from contrastive import gallery, pairs, ready, tiny_vit, trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
 
-from fovea.batches import PairBatch, RetrievalBatch
-from fovea.models.encoders import open_clip_from_config, tiny_clip
+from fovea.batches import PairBatch
 from lightning_modules.alpha_clip import AlphaClip
 
-torch.set_num_threads(1)
+
+class Case(NamedTuple):
+    """What is switched on.
+
+    Attributes:
+        batch: arguments of `pairs`.
+        last: those of the last batch, which is smaller and leaves the first rank without a region.
+        module: arguments of `AlphaClip`.
+    """
+
+    batch: dict[str, Any]
+    last: dict[str, Any]
+    module: dict[str, Any] = {}
+
+
+REGIONS = {"images": 7, "regions": 5}, {"images": 3, "regions": 2, "seed": 1}
+TEXTS = {"images": 7, "regions": 5, "texts": 2}, {"images": 3, "regions": 2, "texts": 2, "seed": 1}
+PICTURES = {"regions": 0, "partners": True}, {"images": 3, "regions": 0, "partners": True, "seed": 1}
+CASES = {
+    "regions": Case(*REGIONS),
+    "a last batch without regions": Case(REGIONS[0], {"images": 3, "regions": 0, "seed": 1}),
+    "several texts": Case(*TEXTS, {"region_weight": 0.7}),
+    "frozen text": Case(*REGIONS, {"freeze_text": True}),
+    "pictures as partners": Case(*PICTURES, {"freeze_text": True}),
+    "gradcache": Case(*TEXTS, {"chunk_size": 2}),
+    "gradcache, frozen text": Case(*REGIONS, {"chunk_size": 3, "freeze_text": True}),
+    "gradcache, pictures": Case(*PICTURES, {"chunk_size": 4, "freeze_text": True}),
+}
 
 
 class Probe(AlphaClip):
-    """Keeps the averaged gradients of its first step, and the gallery's recall."""
+    """Keeps what each step was made of: the loss of all ranks, the averaged gradients."""
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.steps: list[dict[str, Any]] = []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        grads = {n: p.grad.flatten().tolist() for n, p in self.named_parameters() if p.grad is not None}
+        self.steps.append({"gradients": grads})
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.steps[-1]["loss"] = float(self.all_gather(outputs["loss"]).mean())  # type: ignore[union-attr]
 
 
-def whole_batch(*, texts: int = 1, regions: int = 5, pictures: bool = False) -> PairBatch:
-    """Seven images (two of them the same), five regions: uneven over two ranks."""
-    g = torch.Generator().manual_seed(0)
-    image = torch.tensor([0, 1, 1, 2, 3, 4, 5])
-    region_of = torch.tensor([0, 0, 2, 4, 5])[:regions]
-    said = torch.tensor([10, 11, 12, 13, 14, 14, 15])
-    if texts > 1:  # further texts of an image, all different
-        said = torch.stack([said, *(50 * t + torch.arange(7) for t in range(1, texts))], 1).flatten()
-    of = torch.cat([image.repeat_interleave(texts), region_of])
-    left = torch.cat([image.repeat_interleave(texts), 100 + torch.arange(regions)])
-    right = torch.cat([said, torch.tensor([20, 21, 20, 22, 23])[:regions]])
-    shown, rows = 7 + regions, 7 * texts + regions
+class Poisoned(Probe):
+    """The second rank's regions come out as NaN: the first has none and sees nothing of it."""
+
+    def sides(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        left, right = super().sides(batch)
+        if self.global_rank == 1:
+            left = torch.cat([left[: batch.num_global], left[batch.num_global :] * torch.nan])
+        return left, right
+
+
+def share(batch: PairBatch, rank: int) -> PairBatch:
+    """Of 7 images 3 and 4, of 5 regions 4 and 1; of 3 images 2 and 1, of its regions none and all."""
+    texts = batch.texts_per_image
+    images, rows = batch.num_global // texts, len(batch.ids)
+    regions = rows - batch.num_global
+    cut = {7: 3, 3: 2}[images]
+    own_images = range(cut) if rank == 0 else range(cut, images)
+    cut = {5: 4}.get(regions, 0)
+    own_regions = range(cut) if rank == 0 else range(cut, regions)
+    shown = [*own_images, *(images + r for r in own_regions)]
+    said = [*(i * texts + t for i in own_images for t in range(texts))]
+    said += [batch.num_global + r for r in own_regions]
     return PairBatch(
-        pixels=torch.randint(0, 256, (shown, 16, 16, 3), generator=g, dtype=torch.uint8),
-        alpha=torch.randint(0, 2, (shown, 16, 16), generator=g, dtype=torch.uint8) if regions else None,
-        tokens=None if pictures else torch.randint(1, 6, (rows, 4), generator=g),
-        partner_pixels=torch.randint(0, 256, (rows, 16, 16, 3), generator=g).byte() if pictures else None,
-        ids=torch.stack([left, right], 1),
-        image_ids=of,
-        num_global=7 * texts,
-        names=np.array([str(i) for i in range(rows)]),
+        pixels=batch.pixels[shown],
+        alpha=None if batch.alpha is None else batch.alpha[shown],
+        tokens=None if batch.tokens is None else batch.tokens[said],
+        partner_pixels=None if batch.partner_pixels is None else batch.partner_pixels[said],
+        ids=batch.ids[said],
+        image_ids=batch.image_ids[said],
+        num_global=len(own_images) * texts,
+        names=batch.names[said],
         texts_per_image=texts,
     )
 
 
-def share(batch: PairBatch, rank: int) -> PairBatch:
-    """Rank 0: images 0–2 and all regions but the last; rank 1: the rest. A single region is rank 0's."""
-    texts, num_images = batch.texts_per_image, 7
-    num_regions = len(batch.ids) - batch.num_global
-    images = [0, 1, 2] if rank == 0 else [3, 4, 5, 6]
-    cut = min(num_regions, max(1, num_regions - 1))
-    regions = list(range(cut) if rank == 0 else range(cut, num_regions))
-    shown = torch.tensor(images + [num_images + r for r in regions])
-    rows = torch.tensor(
-        [i * texts + t for i in images for t in range(texts)] + [batch.num_global + r for r in regions]
-    )
-
-    def pick(tensor: Any, at: torch.Tensor) -> Any:
-        return None if tensor is None else tensor[at]
-
-    return PairBatch(
-        batch.pixels[shown],
-        pick(batch.alpha, shown),
-        pick(batch.tokens, rows),
-        pick(batch.partner_pixels, rows),
-        batch.ids[rows],
-        batch.image_ids[rows],
-        len(images) * texts,
-        batch.names[rows.numpy()],
-        texts,
-    )
+def fit(module: Probe, case: Case, world: int, **options: Any) -> Any:
+    """A batch and the last, smaller one, then the gallery, with the real trainer."""
+    spread: dict[str, Any] = {} if world == 1 else {"devices": 2, "strategy": "ddp"}
+    run = trainer(max_epochs=1, limit_val_batches=1.0, **spread, **options)
+    batches = [pairs(**case.batch), pairs(**case.last)]
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if world == 2:
+        batches = [share(batch, rank) for batch in batches]
+    run.fit(module, ready(*batches), gallery(rank, world))
+    return run
 
 
-def gallery(rank: int, world: int) -> list[list[RetrievalBatch]]:
-    """Five images and five queries, split 2 + 3: what a padding sampler would count six times."""
-    g = torch.Generator().manual_seed(1)
-    pixels = torch.randint(0, 256, (5, 16, 16, 3), generator=g, dtype=torch.uint8)
-    tokens = torch.randint(1, 6, (5, 4), generator=g)
-    rows = slice(0, 5) if world == 1 else (slice(0, 2) if rank == 0 else slice(2, 5))
-    ids = torch.arange(5)[rows]
-    return [[RetrievalBatch(pixels[rows], None, ids)], [RetrievalBatch(None, tokens[rows], ids)]]
+def run_all(world: int) -> dict[str, Any]:
+    """Case → losses, gradients, figures; and the weights that the last one averaged."""
+    out: dict[str, Any] = {}
+    for name, case in CASES.items():
+        # Adam turns rounding into steps: a small rate keeps the second batch's gradient comparable.
+        module = Probe(tiny_vit(), lr=1e-6, **case.module)
+        run = fit(module, case, world)
+        out[name] = {"steps": module.steps, "figures": {k: float(v) for k, v in run.callback_metrics.items()}}
+    module = Probe(tiny_vit(), lr=1e-3)
+    fit(module, CASES["regions"], world, callbacks=[EMAWeightAveraging(use_buffers=False, decay=0.5)])
+    # Training has ended, so the module holds the averages.
+    out["average"] = {n: p.detach().flatten().tolist() for n, p in module.named_parameters()}
+    return out
 
 
-def loaders(sides: list[list[RetrievalBatch]]) -> list[DataLoader[RetrievalBatch]]:
-    """Each list of ready batches as a DataLoader."""
-    return [DataLoader(side, batch_size=None) for side in sides]  # type: ignore[arg-type]
-
-
-def fix_batch_norm(encoder: torch.nn.Module) -> None:
-    """Batch statistics would differ between shares; everything else must not."""
-    for module in encoder.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum, module.track_running_stats = 0.0, True
-            module.forward = lambda x, m=module: torch.nn.functional.batch_norm(  # type: ignore[method-assign]
-                x, m.running_mean, m.running_var, m.weight, m.bias, False
-            )
-
-
-def vit(alpha: bool) -> Any:
-    """An open_clip tower, which has no batch norm."""
-    size = {"layers": 1, "width": 32}
-    vision = {"image_size": 16, "patch_size": 8, "head_width": 16} | size
-    text = {"context_length": 4, "vocab_size": 8, "heads": 2} | size
-    return open_clip_from_config({"embed_dim": 8, "vision_cfg": vision, "text_cfg": text}, alpha=alpha)
-
-
-def tiny() -> Any:
-    """The world's CLIP with its alpha branch."""
-    encoder = tiny_clip(
-        list("abcd"), image_size=16, widths=(8, 8), embed_dim=8, heads=2, text_width=8, alpha=True
-    )
-    fix_batch_norm(encoder)
-    return encoder
-
-
-VARIANTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "regions": (tiny, {}, {"region_weight": 0.7}),
-    "texts, frozen text, one rank without regions": (tiny, {"texts": 2, "regions": 1}, {"freeze_text": True}),
-    "chunks": (lambda: vit(True), {}, {"chunk_size": 2}),
-    "chunks, texts": (lambda: vit(False), {"texts": 3, "regions": 0}, {"chunk_size": 2}),
-    "pictures": (lambda: vit(False), {"pictures": True, "regions": 0}, {}),
-}
-
-
-def main() -> None:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    found = {}
-    for name, (encoder, rows, options) in VARIANTS.items():
-        torch.manual_seed(0)
-        module = Probe(encoder(), lr=1e-3, **options)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=world,
-            # A frozen tower, or one that pictures do not need, has no gradient to wait for.
-            strategy="auto" if world == 1 else "ddp_find_unused_parameters_true",
-            max_steps=2,
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            num_sanity_val_steps=0,
-        )
-        batch = whole_batch(**rows) if world == 1 else share(whole_batch(**rows), rank)
-        sides = loaders(gallery(rank, world)) if batch.tokens is not None else None
-        trainer.fit(module, DataLoader([batch], batch_size=None), sides)  # type: ignore[arg-type]
-        figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        gradients = {n: g.flatten().double().tolist() for n, g in module.gradients.items()}
-        found[name] = {"figures": figures, "gradients": gradients}
-    if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+def main(out: Path) -> None:
+    """On two ranks: all cases, and a loss that is NaN on the second one only."""
+    torch.set_num_threads(1)
+    results = run_all(2)
+    try:
+        fit(Poisoned(tiny_vit()), Case(REGIONS[1], REGIONS[1]), 2)
+    except FloatingPointError as error:
+        results["error"] = str(error)
+    out.with_name(f"rank-{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

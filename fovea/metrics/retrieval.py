@@ -12,7 +12,7 @@ Ties. Scores compare as float32, as in trec_eval. Among equal scores:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -101,7 +101,7 @@ def evaluate(
     rows: list[list[float]] = []
     missing: list[str] = []
     # Queries whose gold images land on the same ranks score the same; with one gold image: K + 1 cases.
-    seen: dict[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], list[float]] = {}
+    seen: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, ...]], list[float]] = {}
     for query, gains in gains_of.items():
         scores = run.get(query, {})
         if not scores:
@@ -113,7 +113,7 @@ def evaluate(
         lost = tuple(
             sorted((gain for doc, gain in gains.items() if gain and doc not in scores), reverse=True)
         )
-        key = (hits, lost)
+        key = (len(ranked), hits, lost)
         if key not in seen:
             seen[key] = _score(*key, order)
         rows.append(seen[key])
@@ -123,30 +123,39 @@ def evaluate(
     return RetrievalResult(list(gains_of), per_query, mean, missing, ties, order)
 
 
-def _score(hits: tuple[tuple[int, int], ...], lost: tuple[int, ...], ks: tuple[int, ...]) -> list[float]:
+def _score(
+    num_ranked: int, hits: tuple[tuple[int, int], ...], lost: tuple[int, ...], ks: tuple[int, ...]
+) -> list[float]:
     """The metrics of one query, in the order recall, hit, precision, ndcg at each k, then MRR and MAP.
 
     Args:
-        hits: (rank from 0, gain) of each gold document that was retrieved, by rank.
+        num_ranked: how many documents were retrieved.
+        hits: (rank from 0, gain) of each gold document that was retrieved.
         lost: gains of the gold documents that were not.
         ks: cut-offs, ascending.
     """
-    num_gold = len(hits) + len(lost)
-    found = [sum(place < k for place, _ in hits) for k in ks]
-    ideal = sorted([gain for _, gain in hits] + list(lost), reverse=True)
-    out = [hit / num_gold for hit in found]
-    out += [float(hit > 0) for hit in found]
-    out += [hit / k for hit, k in zip(found, ks, strict=True)]
-    out += [_dcg((place, gain) for place, gain in hits if place < k) / _dcg(enumerate(ideal[:k])) for k in ks]
-    out.append(1 / (hits[0][0] + 1) if hits else 0.0)
-    # Over all gold documents, as trec_eval has it; one that was not retrieved adds 0.
-    out.append(sum((number + 1) / (place + 1) for number, (place, _) in enumerate(hits)) / num_gold)
+    import torch
+    from torchmetrics.functional import retrieval as tm
+
+    # The list as torchmetrics must see it: what was retrieved, filled up with irrelevant documents to the
+    # deepest cut-off, and behind that the gold documents that were not retrieved: no cut-off reaches them, so
+    # they only count where they must, in the number of relevant documents and in the ideal order.
+    depth = max(num_ranked, ks[-1])
+    target = torch.zeros(depth + len(lost), dtype=torch.long)
+    for place, gain in hits:
+        target[place] = gain
+    target[depth:] = torch.tensor(lost, dtype=torch.long)
+    preds = torch.arange(len(target), 0, -1, dtype=torch.float32)
+    binary = target > 0
+    out = [float(tm.retrieval_recall(preds, binary, top_k=k)) for k in ks]
+    out += [float(tm.retrieval_hit_rate(preds, binary, top_k=k)) for k in ks]
+    out += [float(tm.retrieval_precision(preds, binary, top_k=k)) for k in ks]
+    out += [float(tm.retrieval_normalized_dcg(preds, target, top_k=k)) for k in ks]
+    out.append(float(tm.retrieval_reciprocal_rank(preds, binary, top_k=depth)))
+    # torchmetrics averages over the gold documents within top_k; trec_eval over all of them.
+    found = len(hits) / (len(hits) + len(lost))
+    out.append(float(tm.retrieval_average_precision(preds, binary, top_k=depth)) * found)
     return out
-
-
-def _dcg(gains: Iterable[tuple[int, int]]) -> float:
-    """Σ gain / log2(rank + 1) over (rank from 0, gain): the linear gain of trec_eval's ndcg."""
-    return sum(gain / math.log2(place + 2) for place, gain in gains)
 
 
 def recall_curve(

@@ -6,11 +6,18 @@ Alpha-CLIP release (state dict of the visual tower alone, without a `visual.` pr
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from fovea.models.clip_checkpoint import CONFIG, find_file, read_clip, read_state, resize_positions
+
+if TYPE_CHECKING:  # encoders are made of this file
+    from fovea.models.encoders import ClipEncoder
 
 # Statistics that the public Alpha-CLIP release normalises alpha in [0, 1] with.
 ALPHA_MEAN, ALPHA_STD = 0.5, 0.26
@@ -64,11 +71,26 @@ def with_alpha(pixels: Tensor, alpha: Tensor | None) -> Tensor:
     return torch.cat([pixels, (alpha.to(pixels.dtype) - ALPHA_MEAN) / ALPHA_STD], 1)
 
 
-def visual_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The public release's names for an image tower → open_clip's with our `AlphaConv`, in fp32."""
+def visual_state(state: Mapping[str, Tensor], source: str | Path = "visual") -> dict[str, Tensor]:
+    """The public release's names for an image tower → open_clip's with our `AlphaConv`, in fp32.
+
+    Args:
+        state: tensors of the tower alone, each with or without `module.` and `visual.` before its name.
+        source: for the message.
+
+    Raises:
+        ValueError: the file holds more than an image tower.
+    """
+    plain = [name.removeprefix("module.") for name in state]
+    rest = [name for name in plain if not name.startswith("visual.")]
+    if 0 < len(rest) < len(plain):
+        raise ValueError(
+            f"{source} is no image tower alone; unexpected {', '.join(sorted(rest)[:8])}. "
+            "A whole Alpha-CLIP is loaded as base"
+        )
     renamed = {}
-    for name, value in state.items():
-        name = name.removeprefix("visual.").removeprefix("module.")
+    for name, value in zip(plain, state.values(), strict=True):
+        name = name.removeprefix("visual.")
         name = name.replace(".attn.in_proj.weight", ".attn.in_proj_weight")
         name = name.replace(".attn.in_proj.bias", ".attn.in_proj_bias")
         name = {"conv1.weight": "conv1.rgb.weight", "conv1_alpha.weight": "conv1.alpha.weight"}.get(
@@ -76,32 +98,6 @@ def visual_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
         )
         renamed[name] = value.float()
     return renamed
-
-
-def _read_state(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from safetensors, a plain `torch.save`, or the TorchScript archive that OpenAI ships."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return dict(load_file(path))
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as not_plain:
-        try:
-            # An archive is a program, but torch.jit runs it in TorchScript's own sandbox: no Python is
-            # unpickled.
-            loaded = torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            raise ValueError(
-                f"{path} is neither a state dict of tensors nor a TorchScript archive "
-                f"({type(not_plain).__name__}); it may be cut short, or hold Python objects, which are not "
-                "loaded"
-            ) from not_plain
-    state = loaded.get("state_dict", loaded)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def load_strict(
@@ -125,62 +121,118 @@ def load_strict(
     module.load_state_dict(state, assign=assign)
 
 
-def load(base: str | Path, visual: str | Path | None = None) -> Any:
-    """OpenAI-layout CLIP (+ an official Alpha-CLIP visual checkpoint) → an encoder with an alpha branch.
+def load(
+    base: str | Path,
+    visual: str | Path | None = None,
+    *,
+    image_size: int | None = None,
+    resize: Literal["squash", "pad", "crop"] | None = None,
+    quick_gelu: bool | None = None,
+) -> ClipEncoder:
+    """CLIP (+ an official Alpha-CLIP visual checkpoint) → an encoder with an alpha branch.
 
-    Sizes are read off the checkpoint. Without `visual` the alpha branch is zero, which equals plain CLIP.
+    Without trained alpha weights the branch is zero, which equals plain CLIP bit for bit.
 
     Args:
-        base: CLIP in OpenAI's layout (state dict, TorchScript archive or safetensors), fp16 or fp32.
+        base: a CLIP of OpenAI or open_clip with a ViT of any size (state dict, TorchScript archive,
+            safetensors, training checkpoint; fp16 or fp32); a directory in open_clip's hub layout; or one of
+            our bundles. Sizes are read off the tensors, or off the `open_clip_config.json` beside them.
         visual: state dict of the Alpha-CLIP image tower as released, or None.
+        image_size: another input side in pixels: position embeddings are interpolated. None keeps the
+            checkpoint's, exactly.
+        resize: how images become square (see `ImageTransform`); None: as the bundle says, else `squash`.
+        quick_gelu: activation of the MLPs, where `base` does not say. None: what the config beside it says;
+            else GELU for files under open_clip's names and QuickGELU for all others, with a warning unless
+            the archive or `visual` shows that the model is OpenAI's.
 
     Returns:
-        `fovea.models.encoders.ClipEncoder`: `encode_image(pixels [B, 3, S, S], alpha [B, 1, S, S])` with
-            alpha in
-        [0, 1], scaled inside, and `encode_text(tokens [B, L])`; neither is normalised.
+        the encoder, in evaluation mode: `encode_image(pixels [B, 3, S, S], alpha [B, 1, S, S])` with alpha in
+            [0, 1], scaled inside, and `encode_text(tokens [B, L])`; neither is normalised.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file cut short, of another model or size (missing and unexpected tensors are named).
+        TypeError: the bundle is of an encoder without a stem for alpha.
     """
+    path = Path(base)
+    if path.is_dir() and (path / "config.json").is_file() and not (path / CONFIG).is_file():
+        encoder = _from_bundle(path, image_size, resize, quick_gelu)
+    else:
+        if visual is not None and quick_gelu is None and not _says(path):
+            quick_gelu = True  # the release is of OpenAI's models alone
+        encoder = _from_checkpoint(find_file(path), image_size, resize or "squash", quick_gelu)
+    if visual is not None:
+        tower = visual_state(read_state(visual), visual)
+        load_resized(encoder.clip.visual, tower, visual, "positional_embedding", image_size)
+    return encoder.eval()
+
+
+def _says(path: Path) -> bool:
+    """Whether a config beside the weights tells the activation."""
+    return ((path if path.is_dir() else path.parent) / CONFIG).is_file()
+
+
+def _from_checkpoint(
+    path: Path, image_size: int | None, resize: Literal["squash", "pad", "crop"], quick_gelu: bool | None
+) -> ClipEncoder:
     from fovea.models.encoders import open_clip_from_config
 
-    state = {k: v.float() for k, v in _read_state(base).items()}
-    for name in ("input_resolution", "context_length", "vocab_size"):
-        state.pop(name, None)
-    needed = (
-        "visual.conv1.weight",
-        "visual.positional_embedding",
-        "text_projection",
-        "token_embedding.weight",
-    )
-    lacking = [name for name in needed if name not in state]
-    if lacking:
-        raise ValueError(f"{base} is not a ViT CLIP in OpenAI's layout: missing {', '.join(lacking)}")
-    width, _, patch, _ = state["visual.conv1.weight"].shape
-    text_width = state["ln_final.weight"].shape[0]
-    grid = round((state["visual.positional_embedding"].shape[0] - 1) ** 0.5)
-    layers = len({k.split(".")[3] for k in state if k.startswith("visual.transformer.resblocks.")})
-    text_layers = len({k.split(".")[2] for k in state if k.startswith("transformer.resblocks.")})
-    encoder = open_clip_from_config(
-        {
-            "embed_dim": state["text_projection"].shape[1],
-            "quick_gelu": True,
-            # Heads are width // 64 in every released CLIP ViT.
-            "vision_cfg": {
-                "image_size": grid * patch,
-                "layers": layers,
-                "width": width,
-                "head_width": 64,
-                "patch_size": patch,
-            },
-            "text_cfg": {
-                "context_length": state["positional_embedding"].shape[0],
-                "vocab_size": state["token_embedding.weight"].shape[0],
-                "width": text_width,
-                "heads": max(1, text_width // 64),
-                "layers": text_layers,
-            },
-        }
-    )
-    load_strict(encoder.clip, state, base)
-    encoder.enable_alpha()
-    if visual is not None:
-        load_strict(encoder.clip.visual, visual_state(_read_state(visual)), visual)
-    return encoder.eval()
+    state, config = read_clip(path, quick_gelu)
+    mean, std = config.pop("mean", None), config.pop("std", None)
+    if image_size is not None:
+        config["vision_cfg"] = {**config["vision_cfg"], "image_size": image_size}
+    encoder = open_clip_from_config(config, resize, mean=mean, std=std)
+    if "visual.conv1_alpha.weight" in state:  # a whole Alpha-CLIP, as the release's own code saves it
+        encoder.enable_alpha()
+        tower = {name: state.pop(name) for name in list(state) if name.startswith("visual.")}
+        state |= {f"visual.{name}": value for name, value in visual_state(tower, path).items()}
+    load_resized(encoder.clip, state, path, "visual.positional_embedding", image_size)
+    return encoder.enable_alpha()
+
+
+def _from_bundle(
+    path: Path,
+    image_size: int | None,
+    resize: Literal["squash", "pad", "crop"] | None,
+    quick_gelu: bool | None,
+) -> ClipEncoder:
+    from fovea import bundle
+
+    arguments = bundle.read_config(path)["encoder"]["init_args"]
+    own_size = image_size if "image_size" in arguments else None  # `TinyClip` has no position embeddings
+    encoder: Any = bundle.load_encoder(path, alpha=True, image_size=own_size)
+    spec = copy.deepcopy(encoder.spec())
+    config = spec["init_args"].get("model_cfg")
+    says = bool((config or {}).get("quick_gelu", False))
+    if quick_gelu is not None and quick_gelu != says:
+        raise ValueError(
+            f"quick_gelu={quick_gelu}, but the bundle {path} says {says}; leave the argument out"
+        )
+    if config is None and resize is not None:
+        raise ValueError(f"resize={resize}: the encoder in {path} always squashes; leave the argument out")
+    if config is None or (image_size is None and resize is None):
+        return encoder  # type: ignore[no-any-return]
+    if image_size is not None:
+        config["vision_cfg"]["image_size"] = image_size
+    if resize is not None:
+        spec["init_args"]["resize"] = resize
+    other: Any = bundle.build(spec)
+    load_resized(other, encoder.state_dict(), path, "clip.visual.positional_embedding", image_size)
+    return other  # type: ignore[no-any-return]
+
+
+def load_resized(
+    module: nn.Module, state: dict[str, Tensor], source: str | Path, name: str, image_size: int | None
+) -> None:
+    """`load_strict`, with position embeddings interpolated if a size was asked for."""
+    have, given = module.state_dict().get(name), state.get(name)
+    hint = ""
+    if have is not None and given is not None and given.ndim == 2 and len(given) != len(have):
+        if image_size is not None:
+            state = {**state, name: resize_positions(given, round((len(have) - 1) ** 0.5))}
+        else:
+            hint = f"; to interpolate {name} to another resolution, pass image_size in pixels"
+    try:
+        load_strict(module, state, source)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from error

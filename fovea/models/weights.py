@@ -45,7 +45,9 @@ def model_files(directory: Path) -> list[Path]:
     return [directory / name for name in _SETTINGS if (directory / name).is_file()] + weights
 
 
-def model_directory(name: str | Path, model_types: Sequence[str]) -> tuple[Path, str]:
+def model_directory(
+    name: str | Path, model_types: Sequence[str], *, weights: bool = True
+) -> tuple[Path, str]:
     """Find a transformers model: a directory, or a hub name that is in the hub's cache or can be fetched.
 
     A cached copy is used without asking the network.
@@ -53,6 +55,7 @@ def model_directory(name: str | Path, model_types: Sequence[str]) -> tuple[Path,
     Args:
         name: the directory, or `owner/name`.
         model_types: values of `model_type` in its config.json that the caller can use.
+        weights: False where config and tokenizer are all that is needed; weights are not fetched then.
 
     Returns:
         the directory and its model type.
@@ -68,9 +71,9 @@ def model_directory(name: str | Path, model_types: Sequence[str]) -> tuple[Path,
                 f"{name} is no directory; pass a directory that save_pretrained wrote (config.json and "
                 f"*.safetensors of a model of type {' or '.join(model_types)}), or a hub name owner/name"
             )
-        directory = _from_hub(str(name))
+        directory = _from_hub(str(name), weights)
     missing = [file for file in ("config.json",) if not (directory / file).is_file()]
-    if not any(sorted(directory.glob(kind)) for kind in _WEIGHTS):
+    if weights and not any(sorted(directory.glob(kind)) for kind in _WEIGHTS):
         missing.append(" or ".join(_WEIGHTS))
     if missing:
         raise FileNotFoundError(
@@ -84,16 +87,20 @@ def model_directory(name: str | Path, model_types: Sequence[str]) -> tuple[Path,
     return directory, str(model_type)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         cached = Path(snapshot_download(name, local_files_only=True))
+        if not weights and (cached / "config.json").is_file():
+            return cached
         if any(sorted(cached.glob(kind)) for kind in _WEIGHTS):  # else an interrupted download
             return cached
     except OSError:  # not in the cache
         pass
     try:
+        if not weights:
+            return Path(snapshot_download(name, allow_patterns=list(_SETTINGS)))
         for kind in _WEIGHTS:  # many repositories hold both: the second only where the first is absent
             fetched = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, kind]))
             if sorted(fetched.glob(kind)):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fovea import figures
 from fovea.images import BadImage, ImageReader
-from fovea.report import figures, plots, queries
+from fovea.report import plots, queries
 from fovea.report.overlay import Outline, Picture, mark_repeats, outline, picture
 from fovea.reweight import Calibration, Calibrations
 from fovea.score_table import ScoreTable

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from fovea.report import figures
-from fovea.report.figures import Curve, Panel
+from fovea import figures
+from fovea.figures import Curve, Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

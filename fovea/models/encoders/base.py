@@ -63,7 +63,7 @@ class Encoder(nn.Module, ABC):
         """Embed token ids int64 [B, L] → float [B, D], not normalised."""
 
     def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """Texts → int64 [B, L], cut and padded to the context length; query instructions included."""
+        """Texts → int64 [B, L], cut to the context length, padded alike; query instructions included."""
         return self.tokenizer(texts)
 
     @abstractmethod

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fovea.images import ImageTransform
-from fovea.models.alpha_clip import add_alpha, with_alpha
+from fovea.images import CLIP_MEAN, CLIP_STD, ImageTransform
+from fovea.models.alpha_clip import add_alpha, load, load_resized, with_alpha
+from fovea.models.clip_checkpoint import clip_state
 from fovea.models.encoders.base import Encoder
 from fovea.models.tiny import TinyClip, TinyText, TinyVisual, WordTokenizer
+
+Resize = Literal["squash", "pad", "crop"]
 
 
 class ClipEncoder(Encoder):
@@ -184,38 +187,67 @@ class _OpenClipTokenizer:
 
 def open_clip_from_config(
     model_cfg: dict[str, Any],
-    resize: Literal["squash", "pad", "crop"] = "squash",
+    resize: Resize = "squash",
     alpha: bool = False,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> ClipEncoder:
     """An open_clip architecture from its own JSON config (random weights).
 
     Args:
-        model_cfg: `embed_dim`, `vision_cfg`, `text_cfg` (and `quick_gelu`) as in open_clip's model_configs.
+        model_cfg: `embed_dim`, `vision_cfg`, `text_cfg` (and `quick_gelu`, `init_logit_bias`) as in
+            open_clip's model_configs.
         resize: how images become square (see `ImageTransform`).
         alpha: with a zero-initialised alpha branch.
+        mean: per-channel mean of [0, 1] pixels; None: CLIP's.
+        std: per-channel standard deviation of [0, 1] pixels; None: CLIP's.
+
+    Raises:
+        ValueError: its texts are read by another tokenizer than CLIP's, or the sizes do not fit together.
     """
     import open_clip
 
-    clip = open_clip.CLIP(
-        **{k: v for k, v in model_cfg.items() if k in ("embed_dim", "vision_cfg", "text_cfg", "quick_gelu")}
-    )
-    text = model_cfg["text_cfg"]
-    args = {"model_cfg": model_cfg, "resize": resize}
+    text, vision = model_cfg["text_cfg"], model_cfg["vision_cfg"]
+    foreign = [key for key in ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs") if key in text]
+    if foreign:
+        raise ValueError(
+            f"encoder: text_cfg has {', '.join(foreign)}: its tokens are not those of CLIP's own tokenizer, "
+            "which is used here; take another model of open_clip"
+        )
+    size, patch = vision.get("image_size", 224), vision.get("patch_size", 16)
+    if not isinstance(size, int) or size % patch:
+        raise ValueError(
+            f"encoder.image_size {size} must be one number, a multiple of the patch size {patch}"
+        )
+    known = ("embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_bias")
+    clip = open_clip.CLIP(**{key: value for key, value in model_cfg.items() if key in known})
+    if clip.logit_bias is not None:
+        clip.logit_bias.requires_grad_(False)  # InfoNCE does not feel it: DDP would miss its gradient
+    args: dict[str, Any] = {"model_cfg": model_cfg, "resize": resize}
+    statistics = {"mean": CLIP_MEAN if mean is None else mean, "std": CLIP_STD if std is None else std}
+    if (mean, std) != (None, None):
+        args |= {name: list(values) for name, values in statistics.items()}
     encoder = ClipEncoder(
         clip,
         _OpenClipTokenizer(text.get("context_length", 77)),
-        ImageTransform(int(model_cfg["vision_cfg"]["image_size"]), mode=resize),
+        ImageTransform(size, resize, _three(statistics["mean"]), _three(statistics["std"])),
         int(model_cfg["embed_dim"]),
         {"class_path": "fovea.models.encoders.open_clip_from_config", "init_args": args},
     )
     return encoder.enable_alpha() if alpha else encoder
 
 
+def _three(values: Sequence[float]) -> tuple[float, float, float]:
+    red, green, blue = values
+    return float(red), float(green), float(blue)
+
+
 def open_clip(
     model: str,
     pretrained: str | None = None,
-    resize: Literal["squash", "pad", "crop"] = "squash",
+    resize: Resize = "squash",
     alpha: bool = False,
+    image_size: int | None = None,
 ) -> Encoder:
     """An open_clip model by name, or from a JSON config file, with weights from a local file.
 
@@ -226,6 +258,8 @@ def open_clip(
             weights.
         resize: how images become square (see `ImageTransform`).
         alpha: add a zero-initialised alpha branch.
+        image_size: another input side in pixels for a checkpoint file, whose position embeddings are
+            interpolated; None: the model's, and the file must fit it.
     """
     import json
 
@@ -241,19 +275,43 @@ def open_clip(
             raise ValueError(
                 f"encoder.model: open_clip knows no {model!r}; it knows: {', '.join(oc.list_models())}"
             )
-    encoder = open_clip_from_config(config, resize)
-    if pretrained is not None:
-        tags = [] if model.endswith(".json") else oc.list_pretrained_tags_by_model(model)
-        if pretrained not in tags and not Path(pretrained).is_file():
-            raise FileNotFoundError(
-                f"encoder.pretrained: {pretrained} is neither a file nor a tag of {model} "
-                f"(its tags: {', '.join(tags) or 'none'})"
-            )
-        if pretrained == "openai" and not config.get("quick_gelu"):
-            # A local or OpenAI file in a model with the exact GELU is silently wrong by about 1 %.
-            raise ValueError(f"OpenAI weights need QuickGELU: use encoder.model {model}-quickgelu")
-        if Path(pretrained).is_file():
-            oc.load_checkpoint(encoder.clip, pretrained, strict=True, weights_only=True)
-        else:
-            encoder.clip = oc.create_model(model, pretrained=pretrained)
+    tags = [] if model.endswith(".json") else oc.list_pretrained_tags_by_model(model)
+    if pretrained is not None and pretrained not in tags and not Path(pretrained).is_file():
+        raise FileNotFoundError(
+            f"encoder.pretrained: {pretrained} is neither a file nor a tag of {model} "
+            f"(its tags: {', '.join(tags) or 'none'})"
+        )
+    about = oc.get_pretrained_cfg(model, pretrained) if pretrained in tags else {}
+    if about.get("quick_gelu") and not config.get("quick_gelu"):
+        # Exact GELU under weights that were trained with QuickGELU is silently wrong by about 1 %.
+        raise ValueError(f"{pretrained} weights need QuickGELU: use encoder.model {model}-quickgelu")
+    if image_size is not None:
+        config = {**config, "vision_cfg": {**config["vision_cfg"], "image_size": image_size}}
+    encoder = open_clip_from_config(config, resize, mean=about.get("mean"), std=about.get("std"))
+    if pretrained in tags:
+        encoder.clip = oc.create_model(model, pretrained=pretrained, force_image_size=image_size)
+    elif pretrained is not None:
+        state, openai = clip_state(pretrained)
+        if openai and not config.get("quick_gelu"):
+            raise ValueError(f"{pretrained} is OpenAI's and needs QuickGELU: use a -quickgelu encoder.model")
+        load_resized(encoder.clip, state, pretrained, "visual.positional_embedding", image_size)
     return encoder.enable_alpha() if alpha else encoder
+
+
+def alpha_clip(
+    base: str,
+    visual: str | None = None,
+    image_size: int | None = None,
+    resize: Resize | None = None,
+    quick_gelu: bool | None = None,
+) -> Encoder:
+    """CLIP with an alpha branch, by path; whole images go in under a full mask (alpha = 1 everywhere).
+
+    Args:
+        base: a CLIP of OpenAI or open_clip, or one of our bundles (see `fovea.models.alpha_clip.load`).
+        visual: Alpha-CLIP image tower as released; None: the alpha weights of `base`, zero if it has none.
+        image_size: another input side in pixels, position embeddings interpolated; None: the checkpoint's.
+        resize: how images become square (see `ImageTransform`); None: as a bundle says, else `squash`.
+        quick_gelu: activation of the MLPs, where the files do not say (see `load`).
+    """
+    return load(base, visual, image_size=image_size, resize=resize, quick_gelu=quick_gelu)
