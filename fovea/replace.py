@@ -11,7 +11,7 @@ def replace_text(path: str | Path, text: str) -> None:
     """Write a text file beside `path` and rename it; its directory is made when it is not there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writing = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    writing = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.writing")
     try:
         writing.write_text(text, encoding="utf-8")
         os.replace(writing, path)

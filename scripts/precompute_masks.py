@@ -171,10 +171,14 @@ def _device(name: str) -> str:
     local = os.environ.get("LOCAL_RANK") or (
         os.environ.get("SLURM_LOCALID") if "SLURM_NTASKS" in os.environ else None
     )
-    if not name.startswith("cuda"):
-        return name
     import torch
 
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: no device of torch; use cpu, cuda or cuda:N") from error
+    if kind != "cuda":
+        return name
     if not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch sees no GPU here; use --device cpu")
     if name != "cuda" or local is None:
@@ -211,6 +215,7 @@ def _maker(options: argparse.Namespace) -> Any:
 def _detector(name: str, settings: list[str], device: str) -> Any:
     import importlib
     import inspect
+    import typing
 
     import yaml
 
@@ -222,11 +227,16 @@ def _detector(name: str, settings: list[str], device: str) -> Any:
         example = "give a class such as fovea.models.detectors.Felzenszwalb"
         raise ValueError(f"--detector {name}: {error}; {example}") from error
     arguments = {}
+    hints = typing.get_type_hints(kind.__init__) if inspect.isclass(kind) else {}
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set {text}: NAME=VALUE")
         parsed = yaml.safe_load(value)
+        wanted = hints.get(key)
+        fits = {int: int, float: (int, float), str: str, bool: bool}.get(wanted, object)
+        if not isinstance(parsed, fits):
+            raise ValueError(f"--set {text}: {key} of {name} must be of type {wanted.__name__}")
         arguments[key] = tuple(parsed) if isinstance(parsed, list) else parsed
     if "device" in inspect.signature(kind).parameters:
         arguments.setdefault("device", _device(device))

@@ -171,8 +171,13 @@ def test_the_best_is_exported(ckpt: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_impossible_settings(
-    train_config: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: list[str]
+    train_config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    told: list[str],
 ) -> None:
     """Refused with the key's name, before anything is trained."""
-    message = refusal(capsys, "fit", "-c", str(train_config), *flags)
+    root = f"--trainer.default_root_dir={tmp_path}"
+    message = refusal(capsys, "fit", "-c", str(train_config), root, *flags)
     assert all(part in message for part in told), message
