@@ -26,6 +26,7 @@ from fovea.types import Query
 from fovea.where import Locator
 
 Partner = Literal["text", "picture"]
+MAX_MARGIN = 10.0  # sides of the region
 
 
 def _as_is(batch: Any) -> Any:
@@ -108,11 +109,14 @@ class PairData(L.LightningDataModule):
         ]
         if not 0 <= full_image_rate <= 1:
             problems.append(f"data.full_image_rate={full_image_rate} must lie in [0, 1]")
+        if margin > MAX_MARGIN:  # a cut of 1e9 sides would be an array of that size
+            problems.append(f"data.margin={margin} must be at most {MAX_MARGIN}")
         if not 0 < min_crop <= 1:
             problems.append(f"data.min_crop={min_crop} must lie in (0, 1]")
         if problems:
             raise ValueError("; ".join(problems))
         self.tables = Tables(tables)
+        self.tables.check_ids("images")
         self.train_split, self.val_split = train_split, val_split
         self.val_image_split, self.corpus = val_image_split, corpus
         self.test_splits, self.test_image_split = list(test_splits), test_image_split
@@ -303,19 +307,23 @@ class PairData(L.LightningDataModule):
         """Seeded, sharded, resumable in the middle of an epoch; the incomplete last batch is dropped."""
         assert self._train is not None
         trainer = self.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+
+        def seen() -> int:
+            # A whole epoch's worth belongs to the last epoch.
+            return progress.current.ready % (len(sampler) // self.batch_size) * self.batch_size
+
         sampler = EpochSampler(
-            len(self._train), seed=self.seed, rank=trainer.global_rank, world_size=trainer.world_size
+            len(self._train),
+            seed=self.seed,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            seen=seen,
         )
         if len(sampler) < self.batch_size:
             raise ValueError(
                 f"data.batch_size={self.batch_size} is more than the {len(sampler)} training images of a rank"
             )
-        # Batches a killed run had trained on in this epoch; a whole epoch's worth belongs to the last one.
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed % (
-            len(sampler) // self.batch_size
-        )
-        if trainer.fit_loop.restarting:
-            sampler.skip(trainer.current_epoch, done * self.batch_size)
         return self._loader(self._train, sampler, drop_last=True)
 
     def val_dataloader(self) -> list[DataLoader[Any]]:

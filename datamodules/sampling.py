@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,19 +19,23 @@ class EpochSampler(Sampler[int]):
     """
 
     def __init__(
-        self, size: int, *, seed: int, rank: int = 0, world_size: int = 1, shuffle: bool = True
+        self,
+        size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seen: Callable[[], int] = int,
     ) -> None:
+        """`seen`: samples of this rank that a killed run had seen of an epoch, asked when that begins."""
         self.size, self.seed, self.rank, self.world_size, self.shuffle = size, seed, rank, world_size, shuffle
         self.epoch = 0
-        self._skip: dict[int, int] = {}
+        self.seen = seen
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before each epoch."""
         self.epoch = epoch
-
-    def skip(self, epoch: int, samples: int) -> None:
-        """Leave out the first `samples` samples of this rank in `epoch` (seen before the run was killed)."""
-        self._skip[epoch] = samples
 
     def __len__(self) -> int:
         return self.size // self.world_size
@@ -42,7 +46,7 @@ class EpochSampler(Sampler[int]):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.size, generator=generator)
         mine = order[self.rank :: self.world_size][: len(self)]
-        yield from (self.epoch * self.size + mine[self._skip.get(self.epoch, 0) :]).tolist()
+        yield from (self.epoch * self.size + mine[self.seen() :]).tolist()
 
 
 class ShardSampler(Sampler[int]):
@@ -59,10 +63,16 @@ class ShardSampler(Sampler[int]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Tells Lightning that the loader resumes inside an epoch, which `EpochSampler.skip` sees to.
+    """Tells Lightning that the loader resumes inside an epoch, which `EpochSampler.seen` sees to.
 
-    The place in the epoch is part of the trainer's own progress, so there is no state to keep here.
+    The place in the epoch is part of the trainer's own progress, so there is no state to keep here. Lightning
+    makes an iterator before it has restored that progress (to count the steps of a schedule), and keeps it:
+    so sampler and workers start when the first batch is asked for.
     """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of an epoch, decided on when the first is asked for."""
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: see the class."""

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from fovea import __version__
 from fovea.models.alpha_clip import load_strict
 from fovea.models.encoders import ClipEncoder, Encoder
+from fovea.replace import replace_directory, restore_directory
 
 FORMAT = 1
 
@@ -107,8 +107,11 @@ def save_state(
     from safetensors.torch import save_file
 
     path = Path(path)
-    if path.exists() and not (path / "config.json").is_file():
-        raise FileExistsError(f"{path} exists and is not a bundle; choose another --out")
+    restore_directory(path)
+    if path.exists() and not _is_bundle(path):
+        raise FileExistsError(
+            f"{path} exists and is not a bundle, or holds other files as well; choose another --out"
+        )
     writing = path.with_name(f".{path.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
@@ -123,9 +126,23 @@ def save_state(
         "provenance": provenance or {},
     }
     (writing / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(writing, path)
+    replace_directory(writing, path)
     return path
+
+
+def _is_bundle(path: Path) -> bool:
+    """Whether nothing but a bundle of ours would be lost with the directory (or an empty one)."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {item.name for item in path.iterdir()}
+    if not names:
+        return True
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    ours = isinstance(config, dict) and "format" in config and config.get("kind") == "encoder"
+    return ours and names <= {"config.json", "model.safetensors"}
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -136,9 +153,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
             f"no bundle at {path} (config.json is missing); make one with: "
             f"python scripts/export.py --ckpt CHECKPOINT --out {path}"
         )
-    config: dict[str, Any] = json.loads(file.read_text())
-    if config.get("format") != FORMAT:
-        raise ValueError(f"{file}: format {config.get('format')}, this code reads {FORMAT}; export it again")
+    again = "export it again: python scripts/export.py --ckpt CHECKPOINT --out ANOTHER"
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); {again}") from error
+    if not isinstance(config, dict) or "format" not in config:
+        raise ValueError(f"{file} is not of a bundle (it has no `format`); {again}")
+    if config["format"] != FORMAT:
+        raise ValueError(f"{file}: format {config['format']}, this code reads {FORMAT}; {again}")
+    encoder = config.get("encoder")
+    lacking = [key for key in ("kind", "encoder", "fingerprint") if key not in config]
+    if "encoder" in config:
+        there = encoder if isinstance(encoder, dict) else {}
+        lacking += [f"encoder.{key}" for key in ("class_path", "init_args") if key not in there]
+    if lacking:
+        raise ValueError(f"{file} is incomplete: it lacks {', '.join(lacking)}; {again}")
     return config
 
 

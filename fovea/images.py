@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -150,6 +151,11 @@ def _grey_to_8_bit(values: np.ndarray[Any, Any], mode: str) -> UInt8Array:
     return scaled
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe that nobody writes into would hold `open` for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 class ImageReader:
     """Reads the pixels that rows of an images table name, with one policy for bad files (PITFALLS 16, 18).
 
@@ -203,7 +209,9 @@ class ImageReader:
         path = self.path(row)
         offset, size = row.get("offset", -1), row.get("size", -1)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_without_waiting) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise BadImage("no regular file, but a pipe, socket or device")
                 if offset >= 0:
                     file.seek(offset)
                 data = file.read(size if offset >= 0 else -1)
@@ -282,6 +290,10 @@ class ImageTransform:
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
     resample: Literal["bicubic", "bilinear"] = "bicubic"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"image_size={self.size} of an encoder must be at least 1 pixel")
 
     def __call__(self, image: UInt8Array, masks: BoolArray | None = None) -> tuple[UInt8Array, UInt8Array]:
         """Resize one image and its masks alike.

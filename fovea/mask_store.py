@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fovea import masks
+from fovea.replace import replace_text
 from fovea.types import Region
 
 VERSION = 2
@@ -64,16 +65,29 @@ class MaskStore:
         self.path = Path(path)
         self.key = key
         self.made_by = made_by
-        self.directory = self.path / sha256(key.encode()).hexdigest()[:16]
+        self.directory = self.path / _folder(key)
         self._where: dict[Entry, _Place] = {}
         self._read_up_to: dict[Path, int] = {}
         self._damaged: dict[Path, int] = {}
         self._shard: tuple[int, int] | None = None  # (process id, file descriptor)
         self._shard_path = self.directory
         self._open: dict[Path, BinaryIO] = {}
-        if (manifest := self.directory / "manifest.json").is_file():
-            self.made_by = _check_version(manifest).get("made_by") or made_by
+        if self.directory.is_dir():
+            self._take_in_manifest()
         self.refresh()
+
+    def _take_in_manifest(self) -> None:
+        """Check it; a maker writes one anew that is damaged or gone, for the key's hash names the folder."""
+        manifest = self.directory / "manifest.json"
+        try:
+            if manifest.is_file():
+                self.made_by = _read_manifest(manifest).get("made_by") or self.made_by
+            elif self.made_by and any(self.directory.glob("*.rows")):
+                self._write_manifest()
+        except Damaged:
+            if not self.made_by:
+                raise
+            self._write_manifest()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}, "_shard": None}  # descriptors mean nothing in another process
@@ -81,7 +95,7 @@ class MaskStore:
     @staticmethod
     def keys(path: str | Path) -> list[str]:
         """The keys that the store at `path` holds, sorted."""
-        return sorted(_check_version(file)["key"] for file in Path(path).glob("*/manifest.json"))
+        return sorted(_read_manifest(file)["key"] for file in Path(path).glob("*/manifest.json"))
 
     @classmethod
     def open(cls, path: str | Path, key: str | None = None) -> MaskStore:
@@ -243,7 +257,8 @@ class MaskStore:
         """This process's shard: a new file each time, for nothing may follow a row that a kill cut short."""
         if self._shard is None or self._shard[0] != os.getpid():
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._write_manifest()
+            if not (self.directory / "manifest.json").exists():
+                self._write_manifest()
             name = f"{time.time_ns():020d}-{os.uname().nodename}-{os.getpid()}.rows"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._shard_path = self.directory / name
@@ -251,27 +266,40 @@ class MaskStore:
         return self._shard[1]
 
     def _write_manifest(self) -> None:
-        manifest = self.directory / "manifest.json"
-        if not manifest.exists():
-            half = manifest.with_name(f".manifest-{os.uname().nodename}-{os.getpid()}")
-            content = {"version": VERSION, "key": self.key, "made_by": self.made_by}
-            half.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            half.replace(manifest)
+        content = {"version": VERSION, "key": self.key, "made_by": self.made_by}
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        replace_text(self.directory / "manifest.json", text)
 
 
-def _check_version(manifest: Path) -> dict[str, Any]:
+class Damaged(ValueError):
+    """A manifest that cannot be read; the rows beside it are whole."""
+
+
+def _read_manifest(manifest: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(manifest.read_text())
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}, where an object should be")
+        if absent := [name for name in ("version", "key") if name not in content]:
+            raise ValueError(f"no {' and no '.join(absent)}")
+        version, key = content["version"], content["key"]
+        if version == VERSION and _folder(str(key)) != manifest.parent.name:
+            raise ValueError(f"its key {key!r} belongs to the folder {_folder(str(key))}")
     except ValueError as error:
-        raise ValueError(
-            f"{manifest} is damaged ({error}); delete its folder and run scripts/precompute_masks.py again"
+        raise Damaged(
+            f"{manifest} is damaged ({error}); run the scripts/precompute_masks.py command that made it: "
+            "it writes the manifest anew and keeps all rows"
         ) from error
-    if content.get("version") != VERSION:
+    if version != VERSION:
         raise ValueError(
-            f"{manifest.parent}: a mask store of version {content.get('version')}, this code reads "
+            f"{manifest.parent}: a mask store of version {version}, this code reads "
             f"{VERSION}; delete it and run scripts/precompute_masks.py again"
         )
     return content
+
+
+def _folder(key: str) -> str:
+    return sha256(key.encode()).hexdigest()[:16]
 
 
 def _lines(shard: Path, start: int) -> Iterator[tuple[bytes, int, int]]:

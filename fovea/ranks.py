@@ -30,10 +30,14 @@ def own_device(name: str) -> str:
     local = os.environ.get("LOCAL_RANK") or (
         os.environ.get("SLURM_LOCALID") if "SLURM_NTASKS" in os.environ else None
     )
-    if not name.startswith("cuda"):
-        return name
     import torch
 
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: no device of torch; use cpu, cuda or cuda:N") from error
+    if kind != "cuda":
+        return name
     if not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch sees no GPU here; use --device cpu")
     if name != "cuda" or local is None:

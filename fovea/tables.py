@@ -8,7 +8,9 @@ a file of base64 rows.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fovea.replace import replace_directory, restore_directory
 from fovea.types import Query
 
 VERSION = 2  # 2: images.encoding, queries.keywords
+# What tables of before `files` stood in their manifest may consist of.
+_OWN_NAMES = re.compile(
+    r"(images|queries|regions|passages)\.parquet|manifest\.json|bad_images\.jsonl|.+-\d{4,}\.tar"
+)
 _IDS = pa.list_(pa.string())
 SCHEMAS: dict[str, pa.Schema] = {
     # offset -1: the whole file; otherwise `size` bytes of `path` from `offset`. encoding: "" for the image
@@ -74,9 +81,24 @@ class TableWriter:
     """
 
     def __init__(self, root: str | Path, *, overwrite: bool = False, rows_per_group: int = 4096) -> None:
+        """Start writing.
+
+        Args:
+            root: directory of the tables.
+            overwrite: replace tables that are there; nothing else is ever replaced.
+            rows_per_group: rows that are held before they are written.
+
+        Raises:
+            FileExistsError: there are tables, without `overwrite`; or something that is no tables.
+        """
         self.root = Path(root)
-        if self.root.exists() and any(self.root.iterdir()) and not overwrite:
-            raise FileExistsError(f"{self.root} is not empty; pass --overwrite to replace it")
+        if self.root.is_symlink():
+            self.root = self.root.resolve()
+        restore_directory(self.root)
+        if self.root.exists() and not self.root.is_dir():
+            raise FileExistsError(f"--out {self.root} is a file; give a directory")
+        if self.root.exists() and any(self.root.iterdir()):
+            _check_replaceable(self.root, overwrite)
         self.directory = self.root.with_name(f".{self.root.name}.writing")
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
@@ -115,11 +137,11 @@ class TableWriter:
         for name, writer in self._writers.items():
             self._flush(name)
             writer.close()
-        full = {"version": VERSION, "rows": self.counts} | manifest
+        names = [path.relative_to(self.directory) for path in self.directory.rglob("*") if path.is_file()]
+        files = sorted([*(name.as_posix() for name in names), "manifest.json"])
+        full = {"version": VERSION, "rows": self.counts, "files": files} | manifest
         (self.directory / "manifest.json").write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
-        if self.root.exists():
-            shutil.rmtree(self.root)
-        self.directory.rename(self.root)
+        replace_directory(self.directory, self.root)
         return self.root
 
     def __enter__(self) -> TableWriter:
@@ -131,18 +153,63 @@ class TableWriter:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def _check_replaceable(root: Path, overwrite: bool) -> None:
+    """Refuse to replace what is not tables, or holds files that are no part of them."""
+    try:
+        manifest = read_manifest(root)
+    except FileNotFoundError:
+        manifest = {}
+    except ValueError:  # damaged: still ours where all the names are
+        manifest = {"reader": None}
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()}
+    own = set(manifest.get("files", [name for name in present if _OWN_NAMES.fullmatch(name)]))
+    if "reader" not in manifest or not {f"{name}.parquet" for name in SCHEMAS} & present:
+        raise FileExistsError(
+            f"{root} is not empty and holds no canonical tables, so it is never replaced; give another --out"
+        )
+    if foreign := sorted(present - own):
+        raise FileExistsError(
+            f"{root} holds files that are no part of the tables ({', '.join(foreign[:5])}"
+            f"{', …' if len(foreign) > 5 else ''}), so it is never replaced; move them, or give another --out"
+        )
+    if not overwrite:
+        raise FileExistsError(f"{root} is not empty; pass --overwrite to replace the tables in it")
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """The manifest of the tables in `root`, of any version.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    path = root / "manifest.json"
+    if not path.is_file():
+        old = root.with_name(f".{root.name}.old")
+        hint = f" (or bring back {old}, which a killed run had put aside)" if old.is_dir() else ""
+        raise FileNotFoundError(
+            f"no canonical tables at {root} (manifest.json is missing); make them with: "
+            f"python scripts/prepare.py <dataset> --out {root}{hint}"
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        if not isinstance(manifest, dict):
+            raise ValueError(f"a {type(manifest).__name__}, where an object should be")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); make the tables again: python scripts/prepare.py <dataset> "
+            f"--out {root} --overwrite"
+        ) from error
+    return manifest
+
+
 class Tables:
     """Reads one directory of canonical tables; each table is loaded when first asked for."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         path = self.root / "manifest.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"no canonical tables at {self.root} (manifest.json is missing); make them with: "
-                f"python scripts/prepare.py <dataset> --out {self.root}"
-            )
-        self.manifest: dict[str, Any] = json.loads(path.read_text())
+        self.manifest = read_manifest(self.root)
         if self.manifest.get("version") != VERSION:
             raise ValueError(
                 f"{path}: version {self.manifest.get('version')}, this code reads {VERSION}; run "
@@ -154,8 +221,31 @@ class Tables:
     def table(self, name: str) -> pa.Table:
         """The whole Arrow table `name`, memory-mapped."""
         if name not in self._cache:
-            self._cache[name] = pq.read_table(self.root / f"{name}.parquet", memory_map=True)
+            path = self.root / f"{name}.parquet"
+            try:
+                table = pq.read_table(path, memory_map=True)
+            except (OSError, pa.ArrowException) as error:
+                what = (
+                    "is missing" if not path.is_file() else f"is damaged ({str(error).partition(chr(10))[0]})"
+                )
+                raise ValueError(
+                    f"{path} {what}; make the tables again: python scripts/prepare.py "
+                    f"{self.manifest.get('reader')} --out {self.root} --overwrite"
+                ) from error
+            if absent := sorted(set(SCHEMAS[name].names) - set(table.column_names)):
+                raise ValueError(f"{path} lacks the columns {', '.join(absent)}")
+            self._cache[name] = table
         return self._cache[name]
+
+    def check_ids(self, name: str) -> None:
+        """Refuse a table in which an id has several rows: one of them would win, without a word."""
+        ids = self.table(name).column("id")
+        if ids.length() != len(pc.unique(ids)):
+            twice = sorted(id_ for id_, count in Counter(ids.to_pylist()).items() if count > 1)
+            raise ValueError(
+                f"{self.root / name}.parquet: {len(twice):,} ids have more than one row, e.g. "
+                f"{', '.join(twice[:5])}; ids must be unique (scripts/prepare.py doctor lists them all)"
+            )
 
     def rows(self, name: str, **equal: str) -> Iterator[dict[str, Any]]:
         """Rows as dicts, those whose columns equal `equal` (e.g. `split="train"`)."""

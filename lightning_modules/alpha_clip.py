@@ -22,6 +22,7 @@ from torch import Tensor
 from fovea import losses
 from fovea.batches import PairBatch, RetrievalBatch
 from fovea.models.encoders import Encoder
+from fovea.replace import replace_text
 from lightning_modules.chunks import batch_norms, in_chunks
 from lightning_modules.gather import gather_rows
 from lightning_modules.optim import DepthOrder, check_groups, cosine_with_warmup, encoder_groups
@@ -289,9 +290,8 @@ class AlphaClip(L.LightningModule):
             results[name] = {f"recall@{k}": value.item() for k, value in recall.items()}
             results[name] |= {"images": num_images, "queries": num_queries}
         if self.trainer.is_global_zero:
-            directory = Path(self.trainer.default_root_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "results.json").write_text(json.dumps({"retrieval": results}, indent=1) + "\n")
+            path = Path(self.trainer.default_root_dir) / "results.json"
+            replace_text(path, json.dumps({"retrieval": results}, indent=1) + "\n")
 
     def recall(self, gallery: int) -> tuple[dict[int, Tensor], int, int]:
         """Recall at each cut-off of a whole gallery, exact on any number of ranks; its images and queries."""

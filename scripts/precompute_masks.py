@@ -183,6 +183,7 @@ def _maker(options: argparse.Namespace) -> Any:
 def _detector(name: str, settings: list[str], device: str) -> Any:
     import importlib
     import inspect
+    import typing
 
     import yaml
 
@@ -196,11 +197,16 @@ def _detector(name: str, settings: list[str], device: str) -> Any:
         example = "give a class such as fovea.models.detectors.Felzenszwalb"
         raise ValueError(f"--detector {name}: {error}; {example}") from error
     arguments = {}
+    hints = typing.get_type_hints(kind.__init__) if inspect.isclass(kind) else {}
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set {text}: NAME=VALUE")
         parsed = yaml.safe_load(value)
+        wanted = hints.get(key)
+        fits = {int: int, float: (int, float), str: str, bool: bool}.get(wanted, object)
+        if not isinstance(parsed, fits):
+            raise ValueError(f"--set {text}: {key} of {name} must be of type {wanted.__name__}")
         arguments[key] = tuple(parsed) if isinstance(parsed, list) else parsed
     if "device" in inspect.signature(kind).parameters:
         arguments.setdefault("device", own_device(device))

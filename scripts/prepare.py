@@ -21,6 +21,7 @@ from typing import Any
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        _check_apart(options)
         return int(options.run(options))
     except (
         ValueError,
@@ -145,6 +146,23 @@ def _progress(items: Iterable[Any], total: int) -> Iterable[Any]:
     from tqdm import tqdm
 
     return tqdm(items, total=total, unit=" images", mininterval=0.5)
+
+
+def _check_apart(options: argparse.Namespace) -> None:
+    """Refuse tables inside an input, and an input inside of them: `--overwrite` would take it along."""
+    if not hasattr(options, "out"):
+        return
+    out = options.out.resolve()
+    for name, value in vars(options).items():
+        if name == "out" or not isinstance(value, Path):
+            continue
+        path, option = value.resolve(), f"--{name.replace('_', '-')} {value}"
+        if path.is_relative_to(out):
+            raise ValueError(
+                f"{option} lies inside --out {options.out}, which is replaced; give another --out"
+            )
+        if path.is_dir() and out.is_relative_to(path):
+            raise ValueError(f"--out {options.out} lies inside {option}; give a directory beside it")
 
 
 def _coco(options: argparse.Namespace) -> int:

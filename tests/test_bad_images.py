@@ -97,7 +97,7 @@ def test_region_bank(tables: Tables, tmp_path: Path) -> None:
 
     rows = list(tables.rows("images"))
     filling = bank()
-    with pytest.raises(BadImage, match="image i3"):
+    with pytest.raises(BadImage, match="image i7"):
         filling.embed(rows)
     good = [row for row in rows if row["id"] in GOOD]
     for found in (filling.embed(good), bank().embed(good[::-1])):  # after the failure; from the cache

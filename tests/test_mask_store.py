@@ -207,7 +207,7 @@ def test_an_older_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="version 1, this code reads 2; delete it"):
             look()
     manifest.write_text("{")
-    with pytest.raises(ValueError, match=r"manifest.json is damaged .* delete its folder"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged .* keeps all rows"):
         MaskStore.open(tmp_path)
 
 
@@ -240,3 +240,22 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path) -> None:
     assert Digests(ImageReader(tmp_path), file)(row) != first
     with pytest.raises(BadImage, match="no such file"):
         digests({"id": "gone", "path": "gone.png"})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 2, "key": "another"}', None])
+def test_a_damaged_manifest_costs_no_rows(tmp_path: Path, text: str | None) -> None:
+    """A reader names file and command; the maker of that key writes it anew, and every row is there."""
+    store = MaskStore(tmp_path, "sam", "--detector x")
+    store.append("1", {(): [_region(1)]})
+    store.close()
+    manifest = store.directory / "manifest.json"
+    whole = manifest.read_text()
+    if text is None:
+        manifest.unlink()
+    else:
+        manifest.write_text(text)
+        for opened in (lambda: MaskStore.open(tmp_path), lambda: MaskStore(tmp_path, "sam")):
+            with pytest.raises(ValueError, match=r"manifest\.json is damaged .*precompute_masks\.py"):
+                opened()
+    assert _digests(MaskStore(tmp_path, "sam", "--detector x")) == ["1"]
+    assert manifest.read_text() == whole and _digests(MaskStore.open(tmp_path)) == ["1"]

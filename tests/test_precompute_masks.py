@@ -161,6 +161,7 @@ def test_unreadable_images(pictures: Path, tmp_path: Path) -> None:
         (["--detector", "no.such.module.Class"], "No module named"),
         (["--set", "scale=3"], "unexpected keyword argument 'scale'"),
         (["--set", "scales"], "NAME=VALUE"),
+        (["--set", "min_size=abc"], "min_size=abc: min_size of .*Felzenszwalb must be of type int"),
         (["--set", "min_size=0"], "min_size=0 must be at least 1"),
     ],
 )
@@ -311,3 +312,12 @@ def test_wrong_prompts(asked: Path, tmp_path: Path, arguments: list[str], reason
     ]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 2 and re.search(reason, result.stderr), result.stderr
+
+
+def test_an_unknown_device_is_named() -> None:
+    """Whatever torch does not know, before any weights are loaded."""
+    from scripts import precompute_masks
+
+    with pytest.raises(ValueError, match="--device banana: no device of torch"):
+        precompute_masks._device("banana")
+    assert precompute_masks._device("cpu") == "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -13,66 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from conftest import TOWER
 
 from fovea import bundle
 from fovea.models.encoders import tiny_clip
 from scripts import train
 
 ROOT = Path(__file__).resolve().parents[1]
-TOWER = {
-    "widths": [8, 8, 16, 16],
-    "layers": 1,
-    "heads": 2,
-    "embed_dim": 16,
-    "text_width": 16,
-    "text_layers": 1,
-}
-
-
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if `train.py` ran alone: no arguments of pytest's, no seed left behind for other tests."""
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-    for key, value in before.items():
-        if value is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = value
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture(scope="session")
-def config(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(train_config: Path) -> Path:
     """Two steps of a very small CLIP on a very small world."""
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    tables = str(tiny_world)
-    encoder = {
-        "class_path": "fovea.models.encoders.tiny_clip",
-        "init_args": {"vocabulary": tables, "image_size": 32} | TOWER,
-    }
-    data = {"tables": tables, "train_split": "singles", "batch_size": 8, "cache_images": True}
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "model": {
-                    "class_path": "lightning_modules.alpha_clip.AlphaClip",
-                    "init_args": {"encoder": encoder, "lr": 1e-3},
-                },
-                "data": {"class_path": "datamodules.pairs.PairData", "init_args": data},
-                "trainer": {
-                    "accelerator": "cpu", "devices": 1, "max_steps": 2, "max_epochs": 1,
-                    "log_every_n_steps": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0,
-                    "enable_progress_bar": False, "enable_model_summary": False,
-                },
-            }
-        )
-    )  # fmt: skip
-    return path
+    return train_config
 
 
 def run(subcommand: str, config: Path, out: Path, *flags: str) -> train.Cli:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -241,15 +243,66 @@ def test_cache_answers_instead_of_the_encoder(encoder, tables, tmp_path):
     assert not list((tmp_path / "cache").glob("*/*.writing"))
 
 
-def test_cache_of_other_regions_is_refused(encoder, tables, tmp_path):
-    """The same key with another number of regions names the directory to delete."""
-    rows = list(tables.rows("images"))
+@pytest.mark.parametrize("what", ["pixels", "box", "rle", "fewer", "order"])
+def test_what_changed_is_embedded_again(encoder, tables, tmp_path, what):
+    """Another picture under the same name, a moved region, a changed mask: never the old vectors.
+
+    The unchanged images still come from the cache, and the change undone finds the first rows again.
+    """
+    rows, regions = list(tables.rows("images")), AnnotatedRegions(tables)._of["i0"]
     options = {"cache": tmp_path / "cache", "fingerprint": "f", "tables_key": "t"}
+    bank(encoder, tables, AnnotatedRegions(tables), **options).embed(rows)
     source = AnnotatedRegions(tables)
-    bank(encoder, tables, source, **options).embed(rows)
-    source._of["i0"] = source._of["i0"][:1]
-    with pytest.raises(ValueError, match="i0 was embedded with another number of regions.*delete this cache"):
-        bank(encoder, tables, source, **options).embed(rows)
+    if what == "pixels":
+        before = os.stat(rows[0]["path"])
+        flipped = Image.open(rows[0]["path"]).transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        flipped.save(rows[0]["path"])
+        os.utime(rows[0]["path"], ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif what == "box":
+        source._of["i0"] = [replace(regions[0], box=regions[0].box + 1), regions[1]]
+    elif what == "rle":
+        source._of["i0"] = [replace(regions[0], mask=regions[1].mask), regions[1]]
+    else:
+        source._of["i0"] = regions[:1] if what == "fewer" else regions[::-1]
+    calls = []
+    encode, encoder.encode_image = (
+        encoder.encode_image,
+        lambda *args: calls.append(len(args[0])) or encode(*args),
+    )
+    got = bank(encoder, tables, source, **options).embed(rows)
+    assert calls == [len(source._of["i0"]) + 1]
+    fresh = bank(encoder, tables, source).embed(rows)
+    for id_ in got:
+        np.testing.assert_allclose(got[id_].vectors, fresh[id_].vectors, atol=1e-6)
+    calls.clear()
+    if what != "pixels":
+        bank(encoder, tables, AnnotatedRegions(tables), **options).embed(rows)
+        assert calls == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_shard_is_made_again(encoder, tables, tmp_path, damage):
+    """One flipped bit, a cut file, an empty one: a warning names it, and only its images are embedded."""
+    rows = list(tables.rows("images"))
+    options = {"cache": tmp_path / "cache", "fingerprint": "f", "tables_key": "t", "images_per_shard": 1}
+    first = bank(encoder, tables, AnnotatedRegions(tables), **options).embed(rows)
+    shard = next(
+        path for path in (tmp_path / "cache").glob("*/*.arrow") if rows[0]["id"].encode() in path.read_bytes()
+    )
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes({"flip": data, "cut": data[:-100], "empty": b""}[damage])
+    calls = []
+    encode, encoder.encode_image = (
+        encoder.encode_image,
+        lambda *args: calls.append(len(args[0])) or encode(*args),
+    )
+    with pytest.warns(UserWarning, match=rf"{shard.name} is damaged .*embedded again"):
+        again = bank(encoder, tables, AnnotatedRegions(tables), **options)
+    second = again.embed(rows)
+    assert calls == [len(first[rows[0]["id"]].regions) + 1]
+    for id_ in first:
+        np.testing.assert_allclose(second[id_].vectors, first[id_].vectors, atol=1e-6)
 
 
 def test_store_names_all_missing_images_at_once(tables, tmp_path):

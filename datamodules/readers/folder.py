@@ -100,12 +100,15 @@ def read(
 
 def _image_names(images: Path, report: Report, problems: Problems) -> Iterator[str]:
     """Paths below the folder, with `/`, of everything that is or should be an image."""
-    others = 0
+    others, special = 0, []
     for folder, folders, files in os.walk(images):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in files:
             path = Path(folder, file)
             if file.startswith("."):
+                continue
+            if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+                special.append(path.relative_to(images).as_posix())
                 continue
             if path.suffix.lower() not in EXTENSIONS and not _opens(path):
                 others += 1
@@ -119,6 +122,11 @@ def _image_names(images: Path, report: Report, problems: Problems) -> Iterator[s
             yield name
     if others:
         report.notes.append(f"{others:,} files of the folder are no images and were passed over")
+    if special:
+        named = ", ".join(ascii(name) for name in special[:5]) + (", …" if len(special) > 5 else "")
+        report.notes.append(
+            f"{len(special):,} pipes, sockets or devices in the folder were passed over: {named}"
+        )
 
 
 def _opens(path: Path) -> bool:
