@@ -109,9 +109,7 @@ def test_too_short_a_training_is_told(tmp_path, monkeypatch):
         accelerator="cpu", max_epochs=1, logger=logger, default_root_dir=tmp_path, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
     )  # fmt: skip
-    with pytest.warns(
-        UserWarning, match="the gradient run differs .*closed form .*raise model.max_iter"
-    ):
+    with pytest.warns(UserWarning, match="the gradient run differs .*closed form .*raise model.max_iter"):
         trainer.fit(Reweight("eq9", max_iter=1), datamodule=ScoreData(str(tmp_path / "scores.parquet")))
     assert json.loads((tmp_path / "calibration.json").read_text())["difference"] > 1e-3
     wandb.finish()
