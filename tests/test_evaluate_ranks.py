@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_evaluate import arguments, evaluate, place, run  # noqa: F401 (fixtures)
 
+from fovea.report import build
 from fovea.score_table import ScoreTable
 from fovea.tables import Tables, TableWriter
 
@@ -115,6 +116,10 @@ def test_the_coarse_stage_alone(place, run, evaluate, tmp_path):  # noqa: F811
     assert {"recall@3", "hit@3", "ndcg@3", "precision@3", "mrr", "map"} <= set(alone["retrieval"]["global"])
     assert "recall@5" not in alone["retrieval"]["global"]
     assert alone["ties"]["rule"] == "by_id"
+    assert not (tmp_path / "out" / "regions").exists()
+    page = build(tmp_path / "out").read_text()
+    assert "Recall at k by fusion" in page and ", by whole images alone" in page
+    assert "Nothing was re-ranked" in page and "<h3>Reweight</h3>" not in page and "<h3>Coarse</h3>" in page
     assert set(alone["intervals"]["global"]) == {"recall@1", "recall@3", "hit@1", "hit@3", "mrr", "ndcg@3"}
 
 
@@ -127,6 +132,14 @@ def test_per_query_rows_and_plots(run):  # noqa: F811
         for split, figures_of in results["galleries"].items():
             own = [r["recall@2"] for r in rows if r["fusion"] == name and r["split"] == split]
             assert np.mean(own) == pytest.approx(figures_of[name]["recall@2"], abs=1e-6)
+    # Recall at every k: at the cut-offs it is the table's figure, with the table's interval.
+    curves = results["curves"]
+    assert curves["k"] == [1, 2, 3, 4, 5]
+    for name, curve in curves["recall"].items():
+        for k in (1, 2, 5):
+            interval = results["intervals"][name][f"recall@{k}"]
+            assert curve["mean"][k - 1] == pytest.approx(results["retrieval"][name][f"recall@{k}"])
+            np.testing.assert_allclose([curve["low"][k - 1], curve["high"][k - 1]], interval, atol=1e-6)
     for name in ("scores", "recall"):
         assert (run / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -166,6 +179,39 @@ def test_an_encoder_is_tried_out(place, evaluate, tmp_path, capsys):  # noqa: F8
     said = json.loads(capsys.readouterr().out)
     assert said["smoke"] and said["finite"] and (said["images"], said["texts"]) == (3, 3)
     assert said["embed_dim"] == 128 and said["image_size"] == 32
+    assert said["about"] == "these figures say that the layout loads, not how well it retrieves"
+    assert (said["dtype"], said["pairs"], said["parameters"] > 0) == ("bfloat16", "query", True)
+    for low, high in said["norms"].values():
+        assert 0 < low <= high < float("inf")
+    cosines = said["cosines"]
+    assert -1.01 < cosines["min"] <= cosines["mean"] <= cosines["max"] < 1.01
+    mean = (3 * cosines["diagonal"] + 6 * cosines["off_diagonal"]) / 9
+    assert mean == pytest.approx(cosines["mean"], abs=1e-3)
+    evaluate.main(["encoder", str(place / "alpha"), str(place / "tables"), "--num=1"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["images"] == 1 and said["cosines"]["off_diagonal"] is None
+    assert said["cosines"]["diagonal"] == said["cosines"]["mean"]
+    with pytest.raises(SystemExit):
+        evaluate.main(["encoder", str(config), str(place / "tables"), "--dtype=int8", "--num=0"])
+    message = capsys.readouterr().err
+    assert "--num 0: at least 1" in message and "--dtype int8" in message
+
+
+def test_rows_without_questions_pair_with_captions(place, tmp_path):  # noqa: F811
+    """No query: an image's caption is its text; no caption either: nothing belongs together."""
+    from encoder_smoke import pairs
+
+    from fovea.images import ImageReader
+
+    rows = list(Tables(place / "tables").rows("images"))[:3]
+    for caption, kind in (("a square", "caption"), ("", None)):
+        root = tmp_path / str(kind)
+        with TableWriter(root) as writer:
+            for row in rows:
+                writer.add("images", **row | {"caption": caption})
+            writer.finish({"reader": "test"})
+        images, texts, found = pairs(Tables(root), ImageReader(root), 2)
+        assert (len(images), found, len(texts)) == (2, kind, 2 if kind else 1)
 
 
 @pytest.mark.parametrize(
