@@ -2,6 +2,10 @@
 
 `scores` writes the table of scores that a calibration is fitted on; `retrieval` yields every fusion from
 one such table on test galleries; `report` writes the page of a run, `picture` one question of it.
+
+torchrun --nproc_per_node 8 -- scripts/evaluate.py retrieval … --device cuda    # or under srun: a share each
+
+(Without the `--`, torchrun takes `--local` for an option of its own.) All ranks share one directory --out.
 """
 
 from __future__ import annotations

@@ -122,9 +122,8 @@ def _name_the_meeting_point(rank: int, size: int) -> None:
     """What torchrun tells its processes and SLURM does not."""
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(size))
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return
-    if os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")) != "1":
+    nodes = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if "MASTER_ADDR" not in os.environ and nodes != "1":
         raise ValueError(
             "several nodes need a meeting point; before srun: export MASTER_PORT=29500 "
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'

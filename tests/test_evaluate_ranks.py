@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from test_evaluate import arguments, evaluate, place, run  # noqa: F401 (fixtures)
 
+from fovea.report import build
+from fovea.score_table import ScoreTable
+from fovea.tables import Tables, TableWriter
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def figures(out):
-    """What must not depend on the number of ranks."""
-    results = json.loads((out / "results.json").read_text())
-    return {
-        k: results[k] for k in ("retrieval", "intervals", "galleries", "coverage", "corpus", "comparisons")
-    }
 
 
 def launch(ranks, *command, cwd=ROOT):
@@ -32,26 +29,80 @@ def launch(ranks, *command, cwd=ROOT):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_two_ranks_equal_one(place, run, tmp_path):  # noqa: F811
-    """Images of two splits, regions and queries on two ranks: figures and files are one rank's."""
-    out = tmp_path / "two"
-    more = ["--local", place / "alpha", "--what", "none"]
-    calibration = ["--calibration", str(place / "calibration.json"), "--bootstrap", "100"]
-    done = launch(2, "retrieval", *arguments(place, out, *more), *calibration)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert figures(out) == figures(run)
-    assert done.stdout.count("queries evaluated") == 1, "only the first rank speaks"
-    one, two = (pq.read_table(p / "scores.parquet").to_pylist() for p in (run, out))
-    for a, b in zip(one, two, strict=True):
-        assert (a["query_id"], a["image_id"], a["rank"]) == (b["query_id"], b["image_id"], b["rank"])
-        np.testing.assert_allclose([a["global"], a["local"]], [b["global"], b["local"]], atol=1e-6)
-    assert len(list((out / "regions").rglob("part-*.arrow"))) == 4, (
-        "each rank embedded its part of both splits"
-    )
+@pytest.fixture(scope="module")
+def uneven(place, tmp_path_factory):  # noqa: F811
+    """Splits of 12 and of 7 images, neither a multiple of 2 batches of 5, and one of one image and query."""
+    old, root = Tables(place / "tables"), tmp_path_factory.mktemp("uneven") / "tables"
+    kept = {f"one{i}": "one" for i in range(12)} | {f"two{i}": "two" for i in range(7)} | {"two9": "few"}
+    with TableWriter(root) as writer:
+        for row in old.rows("images"):
+            if row["id"] in kept:
+                writer.add("images", **row | {"split": kept[row["id"]]})
+        for row in old.rows("regions"):
+            if row["image_id"] in kept:
+                writer.add("regions", **row)
+        for row in old.rows("queries"):
+            if row["id"].removesuffix("q") in kept:
+                writer.add("queries", **row | {"split": kept[row["id"].removesuffix("q")]})
+        writer.finish({"reader": "test"})
+    return root
 
-    # A fault on all ranks ends all, with its message; nobody waits.
-    gone = launch(2, "retrieval", *arguments(place, tmp_path / "gone", "--masks", place / "nowhere"))
-    assert gone.returncode != 0 and "neither `annotated` nor a mask store" in gone.stderr
+
+def test_two_ranks_equal_one(place, run, uneven, evaluate, tmp_path):  # noqa: F811
+    """Three uneven splits, one of them smaller than the number of ranks: every file is one rank's, bit for
+    bit; the images and the regions were shared.
+    """
+    more = ["--tables", uneven, "--local", place / "alpha", "--batch_size", "5"]
+    calibrated = ["--calibration", str(place / "calibration.json"), "--bootstrap", "100"]
+    two, one = tmp_path / "two", tmp_path / "one"
+    done = launch(2, "retrieval", *arguments(place, two, *more, splits="one,two,few"), *calibrated)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("queries evaluated") == 1, "only the first rank speaks"
+    evaluate.main(["retrieval", *arguments(place, one, *more, splits="one,two,few"), *calibrated])
+    assert pq.read_table(one / "scores.parquet").equals(pq.read_table(two / "scores.parquet"))
+    for name in ("queries.jsonl", "per_query.jsonl"):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    results = [json.loads((out / "results.json").read_text()) for out in (one, two)]
+    for own in results:
+        del own["seconds"], own["settings"]["out"]
+    assert results[0] == results[1]
+    assert results[0]["corpus"]["images"] == {"one": 12, "two": 7, "few": 1}
+    # `few` has one batch only; of the others, each rank wrote its own.
+    assert len(list((two / "regions").rglob("part-*.arrow"))) == 5
+    assert len(list((one / "regions").rglob("part-*.arrow"))) == 3
+
+
+def test_a_rank_that_fails_ends_all(place, uneven, tmp_path):  # noqa: F811
+    """Under SLURM's variables. An image that only rank 1 reads is broken: both stop, rank 0 with rank 1's
+    message; both can go on; when rank 1 is gone, rank 0 does not wait for it.
+    """
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    with TableWriter(tmp_path / "tables") as writer:
+        for name in ("images", "queries", "regions"):
+            for row in Tables(uneven).rows(name):
+                writer.add(name, **row | ({"path": str(broken)} if row["id"] == "one6" else {}))
+        writer.finish({"reader": "test"})
+    more = ["--tables", tmp_path / "tables", "--what", "none", "--batch_size", "5"]
+    command = [sys.executable, str(ROOT / "tests/two_ranks_evaluate.py"), str(tmp_path)]
+    command += arguments(place, tmp_path / "out", *more, splits="one")
+    with socket.socket() as free:  # the port that the job's number leads to
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1"}
+    slurm |= {"MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(command, env=os.environ | slurm | {"SLURM_PROCID": str(rank)}, cwd=ROOT)
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 7]
+    told, own = ((tmp_path / f"bad-image-{rank}.txt").read_text() for rank in (0, 1))
+    assert "failed on 1 of 2 ranks; rank 1: BadImage" in told and "one6" in told
+    assert "one6" in own and "of 2 ranks" not in own
+    table = ScoreTable.read(tmp_path / "out" / "scores.parquet")
+    assert "one6" not in table.image_ids and set(table.image_ids) == {f"one{i}" for i in range(12)} - {"one6"}
+    assert "one6" in (tmp_path / "out" / "bad_images.jsonl").read_text()
+    assert "waiting: another rank has ended" in (tmp_path / "gone.txt").read_text()
 
 
 def test_the_coarse_stage_alone(place, run, evaluate, tmp_path):  # noqa: F811
@@ -65,6 +116,10 @@ def test_the_coarse_stage_alone(place, run, evaluate, tmp_path):  # noqa: F811
     assert {"recall@3", "hit@3", "ndcg@3", "precision@3", "mrr", "map"} <= set(alone["retrieval"]["global"])
     assert "recall@5" not in alone["retrieval"]["global"]
     assert alone["ties"]["rule"] == "by_id"
+    assert not (tmp_path / "out" / "regions").exists()
+    page = build(tmp_path / "out").read_text()
+    assert "Recall at k by fusion" in page and ", by whole images alone" in page
+    assert "<h3>Reweight</h3>" not in page and "<h3>Coarse</h3>" in page
     assert set(alone["intervals"]["global"]) == {"recall@1", "recall@3", "hit@1", "hit@3", "mrr", "ndcg@3"}
 
 
@@ -77,6 +132,14 @@ def test_per_query_rows_and_plots(run):  # noqa: F811
         for split, figures_of in results["galleries"].items():
             own = [r["recall@2"] for r in rows if r["fusion"] == name and r["split"] == split]
             assert np.mean(own) == pytest.approx(figures_of[name]["recall@2"], abs=1e-6)
+    # Recall at every k: at the cut-offs it is the table's figure, with the table's interval.
+    curves = results["curves"]
+    assert curves["k"] == [1, 2, 3, 4, 5]
+    for name, curve in curves["recall"].items():
+        for k in (1, 2, 5):
+            interval = results["intervals"][name][f"recall@{k}"]
+            assert curve["mean"][k - 1] == pytest.approx(results["retrieval"][name][f"recall@{k}"])
+            np.testing.assert_allclose([curve["low"][k - 1], curve["high"][k - 1]], interval, atol=1e-6)
     for name in ("scores", "recall"):
         assert (run / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -116,6 +179,39 @@ def test_an_encoder_is_tried_out(place, evaluate, tmp_path, capsys):  # noqa: F8
     said = json.loads(capsys.readouterr().out)
     assert said["smoke"] and said["finite"] and (said["images"], said["texts"]) == (3, 3)
     assert said["embed_dim"] == 128 and said["image_size"] == 32
+    assert said["about"] == "these figures say that the layout loads, not how well it retrieves"
+    assert (said["dtype"], said["pairs"], said["parameters"] > 0) == ("bfloat16", "query", True)
+    for low, high in said["norms"].values():
+        assert 0 < low <= high < float("inf")
+    cosines = said["cosines"]
+    assert -1.01 < cosines["min"] <= cosines["mean"] <= cosines["max"] < 1.01
+    mean = (3 * cosines["diagonal"] + 6 * cosines["off_diagonal"]) / 9
+    assert mean == pytest.approx(cosines["mean"], abs=1e-3)
+    evaluate.main(["encoder", str(place / "alpha"), str(place / "tables"), "--num=1"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["images"] == 1 and said["cosines"]["off_diagonal"] is None
+    assert said["cosines"]["diagonal"] == said["cosines"]["mean"]
+    with pytest.raises(SystemExit):
+        evaluate.main(["encoder", str(config), str(place / "tables"), "--dtype=int8", "--num=0"])
+    message = capsys.readouterr().err
+    assert "--num 0: at least 1" in message and "--dtype int8" in message
+
+
+def test_rows_without_questions_pair_with_captions(place, tmp_path):  # noqa: F811
+    """No query: an image's caption is its text; no caption either: nothing belongs together."""
+    from encoder_smoke import pairs
+
+    from fovea.images import ImageReader
+
+    rows = list(Tables(place / "tables").rows("images"))[:3]
+    for caption, kind in (("a square", "caption"), ("", None)):
+        root = tmp_path / str(kind)
+        with TableWriter(root) as writer:
+            for row in rows:
+                writer.add("images", **row | {"caption": caption})
+            writer.finish({"reader": "test"})
+        images, texts, found = pairs(Tables(root), ImageReader(root), 2)
+        assert (len(images), found, len(texts)) == (2, kind, 2 if kind else 1)
 
 
 @pytest.mark.parametrize(

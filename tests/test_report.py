@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from score_tables import make_table
 
 from fovea import masks
 from fovea.report import build, plots, queries
@@ -357,6 +358,22 @@ def test_training_curves(run: Path) -> None:
     assert stage == "coarse" and "train/loss" in figure and "val/recall@1" in figure and ">lr<" not in figure
     log.write_text("epoch,step,lr\n0,0,1\n")
     assert plots.training_curves(run) == []
+
+
+def test_scores_of_the_table_are_shown_when_it_is_there(run: Path) -> None:
+    """Three panels, eq. 9's beside the run's own, instead of the two that queries.jsonl gives."""
+    assert build(run).read_text().count("eq. 9, closed form") == 0
+    rows = [("a", 1, False, 0.5, 0.1), ("b", 2, True, 0.4, 0.3)]
+    make_table({"fixed": rows, "broken": rows}).write(run / "scores.parquet")
+    results = json.loads((run / "results.json").read_text())
+    results["calibration"]["ranking"] = results["calibration"]["learned"]
+    (run / "results.json").write_text(json.dumps(results))
+    text = build(run).read_text()
+    figure = text[text.index("Scores of gold and other candidates before") :]
+    titles = [
+        title for title in ("before: whole image", "after: learned", "eq. 9, closed form") if title in figure
+    ]
+    assert len(titles) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -98,34 +99,32 @@ def evaluate(
         "mrr",
         "map",
     ]
-    rows: list[list[float]] = []
+    rows: list[tuple[float, ...]] = []
     missing: list[str] = []
-    # Queries whose gold images land on the same ranks score the same; with one gold image: K + 1 cases.
-    seen: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, ...]], list[float]] = {}
     for query, gains in gains_of.items():
         scores = run.get(query, {})
         if not scores:
             missing.append(query)
-            rows.append([0.0] * len(names))
+            rows.append((0.0,) * len(names))
             continue
         ranked = rank(scores, ties=ties, gains=gains)
         hits = tuple((place, gains[doc]) for place, doc in enumerate(ranked) if gains.get(doc, 0))
         lost = tuple(
             sorted((gain for doc, gain in gains.items() if gain and doc not in scores), reverse=True)
         )
-        key = (len(ranked), hits, lost)
-        if key not in seen:
-            seen[key] = _score(*key, order)
-        rows.append(seen[key])
+        rows.append(_score(len(ranked), hits, lost, order))
     values = np.array(rows, np.float32).reshape(len(rows), len(names))
     per_query = {name: values[:, column] for column, name in enumerate(names)}
     mean = {name: float(column.mean(dtype=np.float64)) for name, column in per_query.items()}
     return RetrievalResult(list(gains_of), per_query, mean, missing, ties, order)
 
 
+# Queries whose gold images land on the same ranks score the same under any fusion; with one gold image there
+# are K + 1 cases.
+@lru_cache(maxsize=1 << 16)
 def _score(
     num_ranked: int, hits: tuple[tuple[int, int], ...], lost: tuple[int, ...], ks: tuple[int, ...]
-) -> list[float]:
+) -> tuple[float, ...]:
     """The metrics of one query, in the order recall, hit, precision, ndcg at each k, then MRR and MAP.
 
     Args:
@@ -155,7 +154,7 @@ def _score(
     # torchmetrics averages over the gold documents within top_k; trec_eval over all of them.
     found = len(hits) / (len(hits) + len(lost))
     out.append(float(tm.retrieval_average_precision(preds, binary, top_k=depth)) * found)
-    return out
+    return tuple(out)
 
 
 def recall_curve(

@@ -235,6 +235,8 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     verdict = "gain" if difference > 0 else "none"
     if verdict == "gain" and comparisons and comparisons[0]["low"] <= 0:
         verdict = "unclear"
+    if fusion == "global":
+        verdict = "alone"  # nothing was re-ranked
     return {
         "num_queries": len(rows),
         "galleries": len({row["split"] for row in rows}),
