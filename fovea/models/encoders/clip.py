@@ -214,7 +214,8 @@ def open_clip_from_config(
             f"encoder: text_cfg has {', '.join(foreign)}: its tokens are not those of CLIP's own tokenizer, "
             "which is used here; take another model of open_clip"
         )
-    size, patch = vision.get("image_size", 224), vision.get("patch_size", 16)
+    size = vision.get("image_size", 224)
+    patch = vision.get("patch_size", 16) or 1  # a ResNet has none
     if not isinstance(size, int) or size % patch:
         raise ValueError(
             f"encoder.image_size {size} must be one number, a multiple of the patch size {patch}"
