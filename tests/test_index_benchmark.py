@@ -40,7 +40,7 @@ def test_data_are_the_same_each_time_and_clustered(benchmark):
     assert np.array_equal(first, second) and len(first) == 30_000
     assert [ids[0] for ids, _ in data] == ["0", "20000"]
     unit = first / np.linalg.norm(first, axis=1, keepdims=True)
-    assert abs((unit[:100] @ unit[-100:].T).mean() - 0.5) < 0.1
+    assert abs((unit[:100] @ unit[-100:].T).mean() - 0.5) < 0.2  # by how long the one centre is
     queries = data.queries(40)
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
     assert abs((queries @ unit.T).max(1).mean() - 0.94) < 0.03
