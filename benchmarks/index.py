@@ -33,13 +33,17 @@ MIB = 2**20
 class Clustered:
     """N vectors around C centres, made anew chunk by chunk: no more than a chunk of them is in memory.
 
-    A vector is a centre and 0.6 of noise, both normal: cosine about 0.73 within a cluster. A query is a
-    vector and 0.3 of noise: cosine about 0.97 with it.
+    Vectors vary along 32 of their D directions, as many as is usual for embeddings, and by 0.1 along all. A
+    vector is a centre and as much noise, so that clusters overlap (cosine about 0.5 within one); a query is a
+    vector and half as much noise (cosine about 0.94 with it).
     """
 
     def __init__(self, count: int, width: int, centres: int) -> None:
         self.count, self.width = count, width
-        self._centres = np.random.default_rng(0).standard_normal((centres, width), np.float32)
+        rng = np.random.default_rng(0)
+        directions = np.linalg.qr(rng.standard_normal((width, min(width, 32))))[0].T
+        self._directions = (directions * (width / len(directions)) ** 0.5).astype(np.float32)
+        self._centres = rng.standard_normal((centres, len(directions)), np.float32)
 
     def __iter__(self) -> Iterator[tuple[list[str], np.ndarray[Any, Any]]]:
         for start in range(0, self.count, CHUNK):
@@ -55,14 +59,16 @@ class Clustered:
         for start in starts:
             chunk = self._chunk(start)
             some = chunk[rng.choice(len(chunk), each, replace=False)]
-            parts.append(some + 0.3 * rng.standard_normal(some.shape, np.float32))
+            noise = rng.standard_normal((len(some), len(self._directions)), np.float32)
+            parts.append(some + 0.5 * noise @ self._directions)
         return rng.permutation(np.concatenate(parts))[:count]
 
     def _chunk(self, start: int) -> np.ndarray[Any, Any]:
         rng = np.random.default_rng([2, start])
         size = min(CHUNK, self.count - start)
-        noise = rng.standard_normal((size, self.width), np.float32)
-        return self._centres[rng.integers(len(self._centres), size=size)] + 0.6 * noise
+        points = self._centres[rng.integers(len(self._centres), size=size)]
+        points = points + rng.standard_normal(points.shape, np.float32)
+        return points @ self._directions + 0.1 * rng.standard_normal((size, self.width), np.float32)
 
 
 class Size(NamedTuple):
@@ -180,7 +186,7 @@ def against_flat(flat: DenseIndex, data: Clustered, size: Size, clock: Any) -> N
     for nprobe in size.nprobes:
         small.nprobe = nprobe
         start = clock()
-        found, _ = small.search(queries, 10)
+        found, _ = small.search(queries, 100)
         batched = (clock() - start) / len(queries)
         start = clock()
         for query in queries[:100]:
@@ -188,11 +194,10 @@ def against_flat(flat: DenseIndex, data: Clustered, size: Size, clock: Any) -> N
         single = (clock() - start) / 100
         pairs = list(zip(exact, found, strict=True))
         first = np.mean([a[0] == b[0] for a, b in pairs])
-        kept = np.mean([a[0] in b for a, b in pairs])
-        ten = np.mean([len({*a} & {*b}) / 10 for a, b in pairs])
+        ten, hundred = (np.mean([len({*a} & {*b[:k]}) / 10 for a, b in pairs]) for k in (10, 100))
         print(
             f"  nprobe {nprobe:<5d} {1000 * batched:8.2f} ms a query in one batch, {1000 * single:.2f} ms "
-            f"alone; recall@1 {first:.3f}, recall@10 {ten:.3f}, exact first among ten {kept:.3f}",
+            f"alone; recall@1 {first:.3f}, recall@10 {ten:.3f}, exact ten among 100 {hundred:.3f}",
             flush=True,
         )
     with tempfile.TemporaryDirectory() as directory:

@@ -34,16 +34,16 @@ def test_runs_in_miniature(benchmark, capsys):
 
 
 def test_data_are_the_same_each_time_and_clustered(benchmark):
-    """Two passes give equal chunks; cosines within a cluster near 0.73, with a query's own vector 0.97."""
+    """Two passes give equal chunks; cosines within a cluster near 0.5, with a query's own vector 0.94."""
     data = benchmark.Clustered(30_000, 64, 1)
     first, second = (np.concatenate([vectors for _, vectors in data]) for _ in range(2))
     assert np.array_equal(first, second) and len(first) == 30_000
     assert [ids[0] for ids, _ in data] == ["0", "20000"]
     unit = first / np.linalg.norm(first, axis=1, keepdims=True)
-    assert abs((unit[:100] @ unit[-100:].T).mean() - 0.73) < 0.1
+    assert abs((unit[:100] @ unit[-100:].T).mean() - 0.5) < 0.2  # by how long the one centre is
     queries = data.queries(40)
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
-    assert abs((queries @ unit.T).max(1).mean() - 0.97) < 0.02
+    assert abs((queries @ unit.T).max(1).mean() - 0.94) < 0.03
 
 
 def test_unknown_part(benchmark, capsys):
