@@ -255,13 +255,13 @@ print(peak, IndexKind(kind, train_size=20_000).estimate(count, width).building)
 
 @pytest.mark.parametrize("name", ["flat", "IVF64,SQ8"])
 def test_the_estimate_of_memory_is_what_building_takes(name):
-    """200 000 streamed vectors of 200 MB: the peak is at most the estimate and 64 MB (buffers of faiss), and
+    """200 000 streamed vectors of 200 MB: the peak is at most the estimate and 96 MB (buffers of faiss), and
     at least half of it.
     """
     command = [sys.executable, "-c", MEMORY, name, "200000"]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout
     peak, estimate = map(int, out.split())
-    assert 0.5 * estimate < peak < estimate + 64 * 2**20, (peak / 2**20, estimate / 2**20)
+    assert 0.5 * estimate < peak < estimate + 96 * 2**20, (peak / 2**20, estimate / 2**20)
 
 
 def test_free_memory_is_the_group_or_the_machine(monkeypatch, tmp_path):
