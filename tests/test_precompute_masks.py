@@ -319,5 +319,5 @@ def test_an_unknown_device_is_named() -> None:
     from scripts import precompute_masks
 
     with pytest.raises(ValueError, match="--device banana: no device of torch"):
-        precompute_masks._device("banana")
-    assert precompute_masks._device("cpu") == "cpu"
+        precompute_masks.own_device("banana")
+    assert precompute_masks.own_device("cpu") == "cpu"
