@@ -97,7 +97,8 @@ def test_a_rank_that_fails_ends_all(place, uneven, tmp_path):  # noqa: F811
         for rank in (0, 1)
     ]
     first, second = [rank.wait(timeout=240) for rank in ranks]
-    # gloo may abort rank 0 while it exits, its peer being gone; by then it has said all that is looked at here.
+    # gloo may abort rank 0 while it exits, its peer being gone; by then it has said all that is
+    # looked at here.
     assert first in (0, -signal.SIGABRT) and second == 7
     told, own = ((tmp_path / f"bad-image-{rank}.txt").read_text() for rank in (0, 1))
     assert "failed on 1 of 2 ranks; rank 1: BadImage" in told and "one6" in told

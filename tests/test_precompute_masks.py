@@ -18,6 +18,7 @@ from fovea import masks
 from fovea.images import ImageReader
 from fovea.mask_store import Entry, MaskStore
 from fovea.models.detectors import Felzenszwalb
+from fovea.ranks import own_device
 from fovea.tables import Tables, TableWriter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,8 +317,6 @@ def test_wrong_prompts(asked: Path, tmp_path: Path, arguments: list[str], reason
 
 def test_an_unknown_device_is_named() -> None:
     """Whatever torch does not know, before any weights are loaded."""
-    from scripts import precompute_masks
-
     with pytest.raises(ValueError, match="--device banana: no device of torch"):
-        precompute_masks.own_device("banana")
-    assert precompute_masks.own_device("cpu") == "cpu"
+        own_device("banana")
+    assert own_device("cpu") == "cpu"
