@@ -189,7 +189,7 @@ def test_layouts_of_visual_checkpoints(
     path = make_alpha_visual(tmp_path)
     want = both(alpha_clip.load(openai, path), pixels)
     assert (want - both(alpha_clip.load(openai), pixels)).abs().max() > 1e-2
-    state = {name: value.float() for name, value in torch.load(path).items()}
+    state = {name: value.float() for name, value in torch.load(path, weights_only=True).items()}
     if layout.endswith("."):
         torch.save({layout + name: value for name, value in state.items()}, path)
     else:

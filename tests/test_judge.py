@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.serve(what, name)
         except (BrokenPipeError, ConnectionResetError):
-            pass
+            pass  # the client's time was up: what `hang` is for
         finally:
             with server.lock:
                 server.now -= 1
