@@ -7,6 +7,7 @@ query. One `ScoreTable` yields every row of the fusion table; nothing here runs 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +152,15 @@ class Calibrations:
         try:
             data = json.loads(Path(path).read_text())
             data.pop("difference", None)
-            return cls(**{name: Calibration(**fields) for name, fields in data.items()})
+            read = cls(**{name: Calibration(**fields) for name, fields in data.items()})
+            scalars = [
+                v
+                for fit in (read.learned, read.eq9, read.ranking)
+                for v in (fit.w_global, fit.w_local, fit.bias)
+            ]
+            if not all(isinstance(v, int | float) and math.isfinite(v) for v in scalars):
+                raise TypeError(f"weights that are not finite: {scalars}")
+            return read
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a calibration that a Reweight run wrote ({error})") from error
 

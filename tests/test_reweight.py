@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -356,3 +357,20 @@ def test_calibration_file(tmp_path):
         FileNotFoundError, match="no calibration at .*make it with: python scripts/train.py fit"
     ):
         Calibrations.read(tmp_path / "e.json")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "2.0"])
+def test_a_calibration_of_no_numbers_is_refused_by_name(tmp_path, wrong):
+    """Before anything is computed with it."""
+    fit = Calibration("eq9", 1.0, 2.0)
+    path = tmp_path / "calibration.json"
+    Calibrations(dataclasses.replace(fit, w_local=wrong), fit, fit).write(path)
+    with pytest.raises(ValueError, match="calibration.json: not a calibration"):
+        Calibrations.read(path)
+
+
+def test_a_negative_number_of_questions_is_refused():
+    from fovea.report.queries import choose
+
+    with pytest.raises(ValueError, match="--limit -3"):
+        choose([], -3, 0)

@@ -57,6 +57,8 @@ def choose(rows: list[dict[str, Any]], limit: int, seed: int) -> list[dict[str, 
     for pool in pools.values():
         rng.shuffle(pool)
     chosen: dict[str, list[int]] = {name: [] for name in OUTCOMES}
+    if limit < 0:
+        raise ValueError(f"--limit {limit}: at least 0 questions")
     places = min(limit, len(rows))
     while places:
         for name, pool in pools.items():
