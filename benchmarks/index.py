@@ -1,6 +1,6 @@
 """Dense search: our index against bare faiss, and compressed against exact.
 
-python benchmarks/index.py                  # 1 M × 512: some 10 minutes on one thread, 5 GiB of memory
+python benchmarks/index.py                  # 1 M × 512: some 20 minutes on one thread, 5 GiB of memory
 python benchmarks/index.py --parts flat
 python benchmarks/index.py --tiny           # seconds; shows only that it runs
 """
@@ -33,7 +33,7 @@ MIB = 2**20
 class Clustered:
     """N vectors around C centres, made anew chunk by chunk: no more than a chunk of them is in memory.
 
-    Vectors vary along 32 of their D directions, as many as is usual for embeddings, and by 0.1 along all. A
+    Vectors vary along 32 of their D directions, and by 0.1 along all. A
     vector is a centre and as much noise, so that clusters overlap (cosine about 0.5 within one); a query is a
     vector and half as much noise (cosine about 0.94 with it).
     """
